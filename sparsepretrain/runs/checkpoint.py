@@ -92,11 +92,7 @@ class Checkpoint:
             raise CheckpointError(str(error)) from error
 
     def part(self, name: str) -> Any:
-        """Return one part with tensors on the CPU, or None if missing.
-
-        Raises:
-            CheckpointError: a required file is missing or damaged.
-        """
+        """Return one part with tensors on the CPU, or None if missing."""
         self.require((name,))
         return self._with_tensors(name, self._state().get(name))
 
@@ -106,9 +102,6 @@ class Checkpoint:
         Args:
             mapped: parts whose tensors are :class:`~sparsepretrain.runs.tensors.Stored`, which read
                 what is asked for.
-
-        Raises:
-            CheckpointError: a file is missing or damaged.
         """
         self.require()
         return {
@@ -252,11 +245,7 @@ def save(
 
 
 def _together(ranks: Ranks, final: Path, action: Callable[[], T]) -> list[T]:
-    """Return what ``action`` returns on each rank.
-
-    Raises:
-        CheckpointError: on all ranks, if it fails on one.
-    """
+    """Return what ``action`` returns on each rank."""
     result: Any = None
     failure: CheckpointError | None = None
     try:

@@ -111,11 +111,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def claim(self) -> Iterator[None]:
-        """Create and lock the directory; remove it again if the run fails before writing.
-
-        Raises:
-            ConfigError: not writable, or locked by another process.
-        """
+        """Create and lock the directory; remove it again if the run fails before writing."""
         created = [path for path in (self.path, *self.path.parents) if not path.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -301,11 +297,7 @@ def state_at(end: int, steps: int) -> Literal["finished", "partial"]:
 
 
 def find_runs(paths: Sequence[Path]) -> list[RunDirectory]:
-    """Return the distinct run directories at or below ``paths``; warn of other paths.
-
-    Raises:
-        ConfigError: no path contains a run.
-    """
+    """Return the distinct run directories at or below ``paths``; warn of other paths."""
     found: dict[RunDirectory, None] = {}
     problems = []
     name = RunDirectory.record_file.name

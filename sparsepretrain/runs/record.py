@@ -33,10 +33,6 @@ class Record:
         file: path of the record; its directory is created if missing.
         resume_step: step of the checkpoint to resume from; later lines and a torn last line are
             dropped. None: start an empty record.
-
-    Raises:
-        ConfigError: the directory is not writable.
-        DataError: a line of the resumed record is not JSON.
     """
 
     def __init__(self, file: Path, *, resume_step: int | None) -> None:
@@ -78,9 +74,6 @@ class Record:
 
         Returns:
             The written line, or None if nothing was written.
-
-        Raises:
-            SparsePretrainError: write failed; CheckpointError on a full disk.
         """
         values = {key: _plain(key, value) for key, value in record.items()}
         step, stream = values["step"], _stream(values)
@@ -103,12 +96,7 @@ class Record:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Return the lines of a record in order, without a torn last line.
-
-    Raises:
-        ConfigError: missing file.
-        DataError: a line before the last is not a JSON record.
-    """
+    """Return the lines of a record in order, without a torn last line."""
     return list(_lines(file))
 
 

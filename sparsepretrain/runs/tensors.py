@@ -37,9 +37,6 @@ class Stored:
 
     Args:
         pieces: index of the first row -> rows, memory maps of a file.
-
-    Raises:
-        ValueError: rows are missing, or occur twice.
     """
 
     def __init__(self, pieces: Mapping[int, Tensor]) -> None:

@@ -48,9 +48,6 @@ def find(path: str | Path, warn: Callable[[str], None] = lambda line: None) -> W
         path: a run directory (its newest intact checkpoint), a checkpoint directory or a copy of
             one, a directory written by ``save_pretrained``, or a name on the hub.
         warn: called for each damaged checkpoint passed over.
-
-    Raises:
-        CheckpointError: missing or damaged.
     """
     directory = Path(path).expanduser()
     if (directory / HF_CONFIG).is_file():

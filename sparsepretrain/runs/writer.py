@@ -42,11 +42,7 @@ class Writer:
     def save(
         self, step: int, parts: dict[str, Any], *, config: str, keep: Callable[[], Retention]
     ) -> None:
-        """Wait for the previous save, then call :func:`checkpoint.save`, which evaluates ``keep``.
-
-        Raises:
-            CheckpointError: this or the previous write failed.
-        """
+        """Wait for the previous save, then call :func:`checkpoint.save` with ``keep()``."""
         self.join()
 
         def write(state: dict[str, Any]) -> Path:

@@ -75,9 +75,6 @@ class FP8Precision:
 
         Args:
             reasons: why each layer has none; "": it has.
-
-        Raises:
-            ConfigError: with the most frequent reason.
         """
         reasons = list(reasons)
         if self.name == "fp8" and "" not in reasons:
@@ -88,11 +85,7 @@ class FP8Precision:
 
 
 def precision_of(precision: str | dict[str, str] | FP8Precision | None) -> FP8Precision | None:
-    """Return the formats of ``sparsify(precision=…)``; None: products follow autocast.
-
-    Raises:
-        ConfigError: unknown precision or recipe.
-    """
+    """Return the formats of ``sparsify(precision=…)``; None: products follow autocast."""
     if precision is None or isinstance(precision, FP8Precision):
         return precision
     given = {"name": precision} if isinstance(precision, str) else precision
@@ -207,11 +200,7 @@ class Backend:
         return found
 
     def require(self, method: str, reasons: Iterable[Mapping[str, str]]) -> None:
-        """Refuse a model without a single sparse matmul, unless ``auto`` chooses.
-
-        Raises:
-            ConfigError: with the most frequent reason.
-        """
+        """Refuse a model without a single sparse matmul, unless ``auto`` chooses."""
         every = [why for layer in reasons for why in layer.values()]
         if self.name == "auto" or "" in every:
             return
@@ -223,11 +212,7 @@ class Backend:
     def require_here(
         self, device: torch.device, dtype: torch.dtype, precision: FP8Precision | None
     ) -> None:
-        """Refuse a device or dtype without sparse matmuls, unless ``auto`` chooses.
-
-        Raises:
-            ConfigError: with the reason.
-        """
+        """Refuse a device or dtype without sparse matmuls, unless ``auto`` chooses."""
         if self.name == "auto":
             return
         base = DENSE
@@ -348,9 +333,6 @@ class LayerProducts:
             inputs: (…, tokens of a sample, in_features).
             dtype: of the layer's matmuls.
             bias: True if the layer has one.
-
-        Raises:
-            ConfigError: the device or the dtype has no product of the kind asked for.
         """
         if self.is_final or weight.is_meta:
             return False
@@ -430,11 +412,7 @@ def random_matmul(
 
 
 def backend_of(backend: str | Backend) -> Backend | None:
-    """Return the policy of ``sparsify(backend=…)``; None: no operand is packed.
-
-    Raises:
-        ConfigError: unknown backend.
-    """
+    """Return the policy of ``sparsify(backend=…)``; None: no operand is packed."""
     if isinstance(backend, Backend):
         return backend
     if backend == "emulate":

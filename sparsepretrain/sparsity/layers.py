@@ -202,11 +202,7 @@ class SparseLayer(nn.Module):
         return y if residual is None else y + residual
 
     def _nested(self, x: Tensor, operands: Operands | None) -> Tensor:
-        """Evaluate samples of several lengths, which nn.TransformerEncoder passes on.
-
-        Raises:
-            ConfigError: in training, or if the method has a residual.
-        """
+        """Evaluate samples of several lengths, which nn.TransformerEncoder passes on."""
         if self.training or self.sparsity.method.residual(x[0], self.sparsity) is not None:
             raise ConfigError(
                 "nested tensors are supported in evaluation, of methods without adapters: build "
@@ -249,11 +245,7 @@ class SparseLayer(nn.Module):
         return x, Linear(self.in_dim)
 
     def register_parameter(self, name: str, param: Any) -> None:
-        """Refuse a weight that tensor parallelism shards; ``fully_shard`` does not call this.
-
-        Raises:
-            ConfigError: ``param`` is a DTensor, and the weight was not.
-        """
+        """Refuse a weight that tensor parallelism shards; ``fully_shard`` does not call this."""
         if _is_dtensor(param) and not _is_dtensor(self._parameters.get(name)):
             raise ConfigError(
                 f"{name} of a sparse {self.replaces.__name__} was sharded by something other than "

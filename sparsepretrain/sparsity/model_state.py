@@ -87,11 +87,7 @@ class ModelState:
         return " ".join([*words, self.backend.name] if self.backend else words)
 
     def sync(self) -> None:
-        """Update the integers if a loaded state dict or a copy has written the buffer.
-
-        Raises:
-            ConfigError: the checksum of the buffer is wrong, as after averaging two models.
-        """
+        """Update the integers if a loaded state dict or a copy has written the buffer."""
         buffer = self.root._buffers.get(self.buffer)
         if buffer is None:  # the model was densified
             return

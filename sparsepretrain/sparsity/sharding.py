@@ -125,9 +125,6 @@ class ShardedRows(Rows):
     Args:
         name: of the layer.
         parameter: its weight after ``fully_shard``.
-
-    Raises:
-        ConfigError: not sharded by rows of the storage, along one dimension of a mesh.
     """
 
     is_sharded = True

@@ -139,11 +139,7 @@ def build_model(task: Task, device: torch.device) -> nn.Module:
 
 
 def synchronized(model: nn.Module, world: World) -> nn.Module:
-    """Replace BatchNorm by SyncBatchNorm, which torch has on GPUs only.
-
-    Raises:
-        ConfigError: on the CPU.
-    """
+    """Replace BatchNorm by SyncBatchNorm, which torch has on GPUs only."""
     if world.device.type == "cpu":
         text = "expected false on a CPU, got true; SyncBatchNorm needs GPUs"
         raise ConfigError([("parallel.sync_batchnorm", f": {text}")])
@@ -207,12 +203,7 @@ def sparsify_model(
 
 
 def resolve_targets(targets: str | list[str], roles: dict[str, list[str]]) -> list[str]:
-    """Replace the aliases among ``targets`` by the recipe's globs.
-
-    Raises:
-        ConfigError: a word that is neither an alias nor a pattern with ``*`` or a dot, or aliases
-            that this model has no layers for.
-    """
+    """Replace the aliases among ``targets`` by the recipe's globs."""
     patterns: list[str] = []
     named = [targets] if isinstance(targets, str) else targets
     for target in named:
@@ -245,9 +236,6 @@ def load_initial(
     Returns:
         what :func:`restore_method` needs after ``sparsify``; empty unless the stored weights of a
         run with the same function were loaded.
-
-    Raises:
-        CheckpointError: it does not fit the model.
     """
     path = source.path
     if source.config is None:
@@ -297,10 +285,6 @@ def evaluated_model(source: WeightSource) -> tuple[Task, nn.Module, Sparsifier]:
 
     Returns:
         the task; the model, sparse and in eval mode, on the CPU; its sparsifier, not attached.
-
-    Raises:
-        CheckpointError: its configuration is of another version, or does not fit its weights.
-        ConfigError: it names plugins that were not imported before.
     """
     assert source.config is not None and source.checkpoint is not None
     if not registry.named_plugins:  # they replace the checkpoint's, whose files may lie elsewhere
@@ -319,11 +303,7 @@ def evaluated_model(source: WeightSource) -> tuple[Task, nn.Module, Sparsifier]:
 
 
 def evaluated_state(source: WeightSource) -> State:
-    """Return the state dict that a run evaluates with: pruned, scaled, with dense layers' names.
-
-    Raises:
-        CheckpointError: see :func:`evaluated_model`.
-    """
+    """Return the state dict that a run evaluates with: pruned, scaled, with dense layers' names."""
     return densify(evaluated_model(source)[1]).state_dict()
 
 

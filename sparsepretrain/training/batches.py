@@ -33,9 +33,6 @@ def stream(
         requests: may be endless; they are read a few batches ahead.
         device: where the tensors go next; what workers make for a GPU is in pinned memory.
         workers: processes that make batches; 0: this one, when a batch is asked for.
-
-    Raises:
-        DataError: a sample cannot be read, or a worker died.
     """
     if not workers:
         for request in requests:

@@ -32,9 +32,6 @@ def evaluated(source: WeightSource, overrides: Sequence[str], config_dirs: Seque
     New text is tokenized as the run's was, whatever its group says. For a Hugging Face checkpoint
     ``overrides`` are those of ``train`` with ``model=pretrained sparsity=dense``, and the text is
     read with its tokenizer.
-
-    Raises:
-        ConfigError: every problem, one message each.
     """
     parsed = read(overrides, config_dirs)
     typed = {key for key, _ in parsed.values}
@@ -85,10 +82,6 @@ def finetuned(
         overrides: ``task=…`` among them.
         config_dirs: see :func:`sparsepretrain.config.compose.compose`.
         console: shows which damaged checkpoints are skipped.
-
-    Raises:
-        CheckpointError: there is no checkpoint.
-        ConfigError: every problem of the overrides, one message each.
     """
     parsed = _asked(overrides, config_dirs)
     source = weights.find(checkpoint, console.warn)
@@ -105,9 +98,6 @@ def check_finetuning(run: Run, overrides: Sequence[str], config_dirs: Sequence[P
     """Refuse what :func:`finetuned` would refuse of ``run`` before that is trained.
 
     Its tokenizer is not known yet, so the keys of the data are not judged.
-
-    Raises:
-        ConfigError: every problem, one message each.
     """
     parsed = _asked(overrides, config_dirs)
     _take_on(WeightSource(RunDirectory.of(run).path, config=run.plain), parsed)
@@ -230,9 +220,6 @@ def tokenizer_file(source: WeightSource) -> Path | None:
 
     It is in the directory of the checkpoint, or the configuration names it, or it was trained on
     the data.
-
-    Raises:
-        DataError: the data was prepared from other text since, or the hub does not give the file.
     """
     if source.config is None:
         if isinstance(source.path, str):

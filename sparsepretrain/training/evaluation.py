@@ -57,10 +57,6 @@ def evaluate_checkpoint(
 
     Returns:
         the line that was appended.
-
-    Raises:
-        CheckpointError, ConfigError, DataError: with one line for the user.
-        DivergedError: a metric is not a number.
     """
     console = console or Console()
     source = weights.find(path, console.warn)

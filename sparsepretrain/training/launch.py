@@ -39,11 +39,7 @@ def train_or_launch(run: Run, console: Console, stop_after: int | None = None) -
 
 
 def processes(run: Run) -> int:
-    """Return the number of processes of ``parallel.nproc``: by default one per GPU, or one.
-
-    Raises:
-        ConfigError: that many do not fit the GPUs or the batch.
-    """
+    """Return the number of processes of ``parallel.nproc``: by default one per GPU, or one."""
     device = World.single(run.parallel.device).device
     available = torch.cuda.device_count() if device.type == "cuda" else 1
     count = int(run.parallel.nproc or available)
@@ -61,9 +57,6 @@ def launch(run: Run, count: int, stop_after: int | None = None) -> int:
 
     Returns:
         0, or the exit code of a signal; one that was sent to this process is passed on.
-
-    Raises:
-        RankError: what the first process that failed has to say, with its exit code.
     """
     logging.disable()  # the agent repeats in forty lines what its processes reported in one
     # threads that fight for the cores make every process slower

@@ -177,11 +177,7 @@ def _judge(t: Session, step: Step, loss: float, grad_norm: float) -> bool:
 
 @torch.no_grad()
 def require_finite_weights(t: Session) -> None:
-    """Stop at a weight that is not finite, even behind a mask, where no loss ever shows it.
-
-    Raises:
-        DivergedError: under every ``guard``, since every later step would keep the weight.
-    """
+    """Stop at a weight that is not finite, even behind a mask, where no loss ever shows it."""
     norm = t.world.whole(torch.nn.utils.get_total_norm(t.parameters))
     if math.isfinite(float(norm)):  # one read of the device
         return

@@ -162,11 +162,7 @@ class EMA(Observer):
 
     @torch.no_grad()
     def load(self, averages: dict[str, Tensor], updates: int) -> None:
-        """Restore averages after ``updates`` updates.
-
-        Raises:
-            ValueError: the averages have other parameters.
-        """
+        """Restore averages after ``updates`` updates."""
         if set(averages) != set(self.averages):
             raise ValueError(
                 "averaged weights: expected the parameters of this model, got other names"

@@ -158,11 +158,7 @@ def shard_rows(
 
 
 def check(run: Run) -> None:
-    """Refuse problems that only a built model shows, without data or memory.
-
-    Raises:
-        ConfigError: no sparse step, targets that match nothing, widths that do not fit, no GPU.
-    """
+    """Refuse problems that only a built model shows, without data or memory."""
     check_login(run.tracker)
     require_a_sparse_step(run)
     device = World.single(run.parallel.device).device
@@ -315,11 +311,7 @@ def moments(run: Run, method: Method) -> float:
 
 
 def require_a_sparse_step(run: Run) -> None:
-    """Refuse a sparse method whose phases leave no step of the run in which it is sparse.
-
-    Raises:
-        ConfigError: names the options that decide.
-    """
+    """Refuse a sparse method whose phases leave no step of the run in which it is sparse."""
     implementation: type[Method] = registry.get("method", run.sparsity.name)
     try:
         method = implementation(run.sparsity, run.steps)

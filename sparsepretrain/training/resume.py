@@ -27,9 +27,6 @@ def choose_checkpoint(
         run: configuration with ``resume``.
         named: result of :func:`named_checkpoint`.
         console: prints the choice.
-
-    Raises:
-        CheckpointError: all checkpoints of the run are damaged.
     """
     if run.resume == "never":
         if any(directory.checkpoints.glob("step_*")) or directory.record_file.exists():
@@ -72,11 +69,7 @@ def _other_micro_batches(directory: RunDirectory, run: Run) -> Iterator[str]:
 
 
 def named_checkpoint(run: Run, console: Console) -> Checkpoint | None:
-    """Return the checkpoint of ``resume=PATH``; None for ``auto`` and ``never``.
-
-    Raises:
-        CheckpointError: missing, damaged, or from an incompatible configuration.
-    """
+    """Return the checkpoint of ``resume=PATH``; None for ``auto`` and ``never``."""
     if run.resume in ("auto", "never"):
         return None
     path = Path(run.resume)

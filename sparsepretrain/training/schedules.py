@@ -14,12 +14,7 @@ Schedule = Decay | Warmup | Triangle
 
 
 def resolve_steps(run: Run) -> Run:
-    """Replace ``steps=0`` by the steps of ``epochs``; open (and prepare) data only for that.
-
-    Raises:
-        ConfigError: these are too many steps.
-        DataError: the data is not there.
-    """
+    """Replace ``steps=0`` by the steps of ``epochs``; open (and prepare) data only for that."""
     if run.steps:
         return run
     assert run.epochs is not None

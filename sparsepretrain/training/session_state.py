@@ -49,9 +49,6 @@ def load_state_dict(t: Session, state: dict[str, Any], source: object = "the che
         t: session to restore into.
         state: the parts; tensors of :data:`STORED` may be memory maps of a file, and are copied.
         source: name for error messages.
-
-    Raises:
-        CheckpointError: the checkpoint has more steps, other data, model or optimizer.
     """
     if state["step"] > t.run.steps:
         raise CheckpointError(

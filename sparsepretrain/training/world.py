@@ -51,11 +51,7 @@ class World(Ranks):
 
     @classmethod
     def single(cls, device: str) -> World:
-        """Return a world of one process on ``parallel.device``.
-
-        Raises:
-            ConfigError: parallel.device is cuda and no GPU is usable.
-        """
+        """Return a world of one process on ``parallel.device``."""
         available = torch.cuda.is_available()
         why = "" if available or device == "cpu" else unusable_gpu()
         if device == "cuda" and not available:
@@ -166,13 +162,7 @@ def _warn_once(message: str) -> None:
 
 @contextlib.contextmanager
 def join(run: Run) -> Iterator[World]:
-    """Join the ranks that a launcher has started for ``run``; all leave together.
-
-    Raises:
-        ConfigError: the run's ``parallel`` and the processes do not go together.
-        RankError: another process is gone.
-        SparsePretrainError: another process hangs.
-    """
+    """Join the ranks that a launcher has started for ``run``; all leave together."""
     size = int(os.environ.get("WORLD_SIZE", 1))
     single, wanted = World.single(run.parallel.device), getattr(run.parallel, "nproc", None)
     if size == 1:
