@@ -1,4 +1,4 @@
-"""Cases of all kernels: inputs, memory traffic, formulations to compare with.
+"""Cases of all kernels: inputs, memory traffic, baselines.
 
 `kernels.py` times the cases on a GPU. Tests add untimed variants (`tests/kernel_variants.py`),
 compile the kernels of every case, and on a GPU compare them with the reference.
@@ -48,13 +48,13 @@ class KernelCase:
     goal: float | None = None
     """Fraction of a device copy's bandwidth."""
     others: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    """Formulations to compare with: ``other(*inputs)``."""
+    """Baselines to compare with, called as ``other(*inputs)``."""
     tolerance: float = 0.0
     """Largest error relative to the largest value; 0: the reference's bits."""
     architectures: tuple[int, ...] = ALL
     """Architectures to compile for."""
     offline: Shape = (1024, 4096)
-    """Shape to compile for; divides every tile."""
+    """Shape to compile for; a multiple of every tile."""
     refused: tuple[int, ...] = ()
     """Architectures that cannot run it: compiling must fail there."""
 
@@ -77,7 +77,7 @@ def op(name: str, *args: Any, named: tuple[str, ...] = (), **options: Any) -> Ca
 
 
 def normal(shape: Shape, device: torch.device, dtype: torch.dtype = FP32, seed: int = 0) -> Tensor:
-    """Return normal values; constants are 12–16 % faster because of lower power."""
+    """Return normal values; constants would run 12–16 % faster, since they draw less power."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(shape, generator=generator, device=device, dtype=FP32).to(dtype)
 
@@ -89,8 +89,8 @@ def tensor(dtype: torch.dtype = FP32) -> Make:
 
 def hard_masks() -> Iterator[KernelCase]:
     """Yield N:M masks, and STE's W∘M with its mask."""
-    usual, mask = {"topk": topk}, op("nm_mask")
-    yield KernelCase("2:4 mask, fp32", tensor(), mask, 5, WEIGHTS, 0.85, others=usual)
+    baselines, mask = {"topk": topk}, op("nm_mask")
+    yield KernelCase("2:4 mask, fp32", tensor(), mask, 5, WEIGHTS, 0.85, others=baselines)
     yield KernelCase("2:4 mask, bf16", tensor(BF16), mask, 3, WEIGHTS)
     for name, run, size in (
         ("2:4 mask in bits", op("nm_mask", packed=True), 4.125),
@@ -152,9 +152,9 @@ def soft(n: int = 2, m: int = 4, dtype: torch.dtype = BF16, **options: Any) -> A
 
 def soft_thresholds() -> Iterator[KernelCase]:
     """Yield S-STE's β·S(W): threshold, scale and cast in one pass."""
-    usual = {"three passes": _three_passes, "sort": soft_by_sort}
+    baselines = {"three passes": _three_passes, "sort": soft_by_sort}
     name, make = "2:4 soft threshold ×β, fp32→bf16", weight_and_scale()
-    yield KernelCase(name, make, soft(), 6, WEIGHTS, 0.85, others=usual)
+    yield KernelCase(name, make, soft(), 6, WEIGHTS, 0.85, others=baselines)
     name = "2:4 soft threshold ×β, bf16→bf16"
     yield KernelCase(name, weight_and_scale(BF16), soft(), 4, WEIGHTS)
     yield KernelCase("2:8 soft threshold ×β, fp32→bf16", make, soft(2, 8), 6, WEIGHTS)

@@ -1,7 +1,7 @@
 """Time the first steps of recipes and extrapolate the GPU hours of a run, as S-STE Table 12.
 
-Recipes train unchanged in the trainer, on data without a download: sizes and work are those of the
-recipe, except for translation, whose short sentences fill the same buckets with more pairs.
+Recipes train unchanged in the trainer, on data that needs no download. Shapes and FLOPs are those
+of the recipe, except for translation: shorter sentences fill the same buckets with more pairs.
 Evaluations and checkpoints are not counted. Needs the package installed with its dependencies.
 """
 
@@ -34,7 +34,7 @@ WARMUP = 2
 
 
 def works(options: Options) -> dict[str, Work]:
-    """Return a work per recipe and method; without a GPU for a tiny recipe."""
+    """Return a work per recipe and method; without a GPU only for a tiny recipe."""
     if options.fp8:
         raise SystemExit("recipes.py: recipes set their own precision. Leave --fp8 out.")
     recipes, steps, found = RECIPES, 2 if options.quick else 10, dict[str, Work]()
@@ -60,7 +60,7 @@ def recipe(title: str, overrides: list[str], steps: int) -> list[Case]:
     try:
         for index in range(WARMUP + steps):
             started = time.perf_counter()
-            train_step(session).read()  # waits for the device
+            train_step(session).read()  # read waits for the device
             if index >= WARMUP:
                 us.append(1e6 * (time.perf_counter() - started))
     finally:

@@ -31,7 +31,7 @@ RUNS = [
 ]
 """(compile mode, precision, method): every pair of values occurs."""
 TINY = ["model.n_layer=1", "batch.size=2", "batch.micro=2", "task.sequence_length=16"]
-"""For a rehearsal: a CPU takes seconds for a matmul in fp16."""
+"""Overrides without a GPU: a CPU takes seconds for an fp16 matmul."""
 
 
 def works(options: Options) -> dict[str, Work]:
@@ -42,7 +42,7 @@ def works(options: Options) -> dict[str, Work]:
 
 
 def check(name: str, mode: str, precision: str, method: str, steps: int) -> list[Case]:
-    """Train, stop halfway, resume, and check the record: every step once, a loss that falls."""
+    """Train, stop halfway, resume, and check that each step is recorded once and the loss falls."""
     cuda = torch.cuda.is_available()
     words = [f"compile={mode}", f"precision={precision}", f"sparsity={method}", f"steps={steps}"]
     words += ["schedule.warmup=2", "eval.batches=1", "log.every=1", "tracker=jsonl"]

@@ -1,11 +1,11 @@
 """Rewrite the generated tables of the documentation; ``make docs`` runs it.
 
-A table stands between ``<!-- generated: TABLE ARGUMENT -->`` and ``<!-- end -->``. What it holds
-comes from the registry, the option dataclasses, the YAML files, ``benchmarks/results`` and the
-records of ``docs/tables``, so that a name, a default or a measured number is written down once.
+A table stands between ``<!-- generated: TABLE ARGUMENT -->`` and ``<!-- end -->``. It is made from
+the registry, the option dataclasses, the YAML files, ``benchmarks/results`` and the records of
+``docs/tables``, so that a name, a default or a measured number is written down once.
 
-    python scripts/generate_docs.py           rewrite what is stale, print the files
-    python scripts/generate_docs.py --check   rewrite nothing; exit code 1 if something is stale
+    python scripts/generate_docs.py           rewrite stale tables, print the files
+    python scripts/generate_docs.py --check   rewrite nothing; exit code 1 if a table is stale
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ RECORDS = ROOT / "docs" / "tables" / "records"
 RELIABILITY = ROOT / "docs" / "reliability.json"
 
 OPERAND_NAMES = {"X": "input", "G": "output gradient"}
-"""Letter of an operand that is not a weight -> the word for it in the table of methods."""
+"""Letter of an operand that is not a weight -> its name in the table of methods."""
 
 VERDICTS = typing.get_args(Verdict)
 
@@ -62,19 +62,19 @@ YAML_LINE = re.compile(r"(?P<indent> *)(?P<key>\w+):(?: +(?P<value>[^#]*?))?(?: 
 
 
 class Key(NamedTuple):
-    """One key as it stands in a YAML file."""
+    """Value and comment of a key, as written in a YAML file."""
 
     value: str
     comment: str
 
 
 def documents() -> list[Path]:
-    """Every Markdown file of the repository that people read."""
+    """Return the Markdown files at the root and below ``docs``."""
     return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
 def render(text: str, path: Path) -> str:
-    """``text``, the contents of ``path``, with every generated table up to date."""
+    """Return ``text``, the contents of ``path``, with every generated table up to date."""
 
     def replace(block: re.Match[str]) -> str:
         if block["table"] not in TABLES:
@@ -85,7 +85,7 @@ def render(text: str, path: Path) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Bring all documents up to date, or only look."""
+    """Rewrite and list stale documents; with ``--check`` only list them."""
     stale = []
     for path in documents():
         text = path.read_text(encoding="utf-8")
@@ -99,18 +99,18 @@ def main(arguments: list[str]) -> int:
     return 1 if stale and "--check" in arguments else 0
 
 
-# ------------------------------------------------------------------------------------- the tables
+# ----------------------------------------------------------------------------------------- tables
 
 
 def options(method: str, path: Path) -> str:
-    """Every key of a method: type, default, meaning."""
+    """Return one row per key of a method: type, default, meaning."""
     cls = registry.get("method", method).Options  # type: ignore[attr-defined]
     written = yaml_keys(shipped() / "sparsity" / f"{method}.yaml")
     own, shared = docstrings(cls), docstrings(MethodOptions)
     rows = []
-    # the method's own keys first, then those that every method has
+    # the method's own keys first, then the shared ones
     for key, annotation in sorted(leaves(cls), key=lambda leaf: leaf[0].split(".")[0] in SHARED):
-        # the latter are explained for the method at hand in its YAML file
+        # a method's YAML file explains the shared keys for that method
         meaning = written[key].comment if key.partition(".")[0] in SHARED else own.get(key, "")
         meaning = meaning or shared.get(key, "") or written[key].comment
         rows.append([f"`{key}`", type_words(annotation), f"`{written[key].value}`", prose(meaning)])
@@ -118,13 +118,13 @@ def options(method: str, path: Path) -> str:
 
 
 def operands(method: str, path: Path) -> str:
-    """The row of one method in the operand table."""
+    """Return the row of one method in the operand table."""
     row = typical_row(method, registry.get("method", method))
     return table(list(COLUMNS.values()), [[prose(str(cell)) for cell in row]])
 
 
 def methods(_: str, path: Path) -> str:
-    """The operand table of all methods, with links to their pages."""
+    """Return the operand table of all methods, with links to their pages."""
     rows = []
     for name in registry.built_in("method"):
         method: Any = registry.get("method", name)
@@ -190,7 +190,7 @@ def purposes(_: str, path: Path) -> str:
 
 
 def costs(method: str, path: Path) -> str:
-    """What the committed benchmark says about one method."""
+    """Return the committed benchmark cases of one method."""
     found = bench(rf"(step time|peak memory), (our )?{re.escape(method)}\b.* over ", path)
     if found:
         return found
@@ -201,7 +201,7 @@ def costs(method: str, path: Path) -> str:
 
 
 def bench(pattern: str, path: Path) -> str:
-    """Cases of the committed CPU benchmark whose names match; empty if there is none."""
+    """Return the committed CPU benchmark cases whose names match, or an empty string."""
     record = json.loads(MEASURED.read_text(encoding="utf-8"))
     rows = []
     for case in record["cases"]:
@@ -209,12 +209,12 @@ def bench(pattern: str, path: Path) -> str:
             rows.append([case["name"], f"{case['value']:.4g} {case['unit']}", limit(case)])
     if not rows:
         return ""
-    where, versions = record["environment"], record["environment"]["packages"]
-    hardware = where["hardware"]
+    environment = record["environment"]
+    hardware, versions = environment["hardware"], environment["packages"]
     raw = os.path.relpath(MEASURED, path.parent)
     source = (
         f"{hardware['cores']} cores of an {hardware['device']}, torch {versions['torch']}, "
-        f"NumPy {versions['numpy']}, commit {where['commit']}; `gpt2_nano`; step times are "
+        f"NumPy {versions['numpy']}, commit {environment['commit']}; `gpt2_nano`; step times are "
         f"medians of interleaved ratios in one process ([raw results]({raw})). "
         "Again: `make bench`."
     )
@@ -223,7 +223,7 @@ def bench(pattern: str, path: Path) -> str:
 
 
 def recipes(task: str, path: Path) -> str:
-    """The model recipes of one task: what ``model=…`` brings."""
+    """Return one row per model recipe of a task: data, optimizer, length."""
     rows = []
     for name in sorted(file.stem for file in (shipped() / "model").glob("*.yaml")):
         plain = compose([f"model={name}"])
@@ -368,24 +368,24 @@ def compared(name: str, path: Path) -> str:
 
 
 def records() -> dict[str, TableResults]:
-    """Name -> committed results of a table."""
+    """Return name -> committed results of each table."""
     files = sorted(RECORDS.glob("*.json.gz"))
     return {file.name.partition(".")[0]: read_record(file) for file in files}
 
 
 def page(name: str, path: Path) -> str:
-    """Where the page of a table lies as seen from a document, without its ending."""
+    """Return the path of a table's page relative to a document, without suffix."""
     return os.path.relpath(RECORDS.parent / name, path.parent)
 
 
 def again(name: str, results: TableResults) -> str:
-    """Command, scale, seeds, date, commit and hardware of the runs of a table."""
+    """Return command, scale, seeds, dates, commit and hardware of the runs of a table."""
     cells = [cell for part in results.all() for cell in part.cells if cell.state != "missing"]
     seeds, dates = sorted({cell.seed for cell in cells}), sorted({cell.date for cell in cells})
-    where = dict.fromkeys(part.scale for part in results.all() if part.scale)
+    scales = dict.fromkeys(part.scale for part in results.all() if part.scale)
     return (
         f"`sparsepretrain reproduce {name} && sparsepretrain report {name}`; "
-        f"scale {', '.join(where)}, seeds {seeds_text(seeds)}, "
+        f"scale {', '.join(scales)}, seeds {seeds_text(seeds)}, "
         f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}, "
         f"commit {', '.join(dict.fromkeys(cell.commit[:12] for cell in cells))}, "
         f"{'; '.join(dict.fromkeys(cell.hardware for cell in cells))}."
@@ -393,7 +393,7 @@ def again(name: str, results: TableResults) -> str:
 
 
 def reliability(_: str, path: Path) -> str:
-    """Every requirement: what was injected, how often, what came of it, the gate."""
+    """Return one row per requirement: injected faults, their number, result, gate."""
     rows = []
     found = json.loads(RELIABILITY.read_text(encoding="utf-8"))
     requirements = path.parents[1] / "tests" / "reliability" / "requirements.yaml"
@@ -435,11 +435,11 @@ SHARED = {f.name for f in dataclasses.fields(MethodOptions)}
 """Keys that every method has."""
 
 
-# ------------------------------------------------------------------------------------ where from
+# ---------------------------------------------------------------------------------------- sources
 
 
 def leaves(cls: type) -> Iterator[tuple[str, Any]]:
-    """Dotted names and types of the fields of an options class; its name is not an option."""
+    """Yield dotted name and type of each option; the field ``name`` is not an option."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
@@ -452,7 +452,7 @@ def leaves(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def docstrings(cls: type) -> dict[str, str]:
-    """Field -> the string literal that follows it, base classes included."""
+    """Return field -> the string literal that follows it, base classes included."""
     found: dict[str, str] = {}
     for part in reversed(cls.__mro__[:-1]):
         body = typing.cast(
@@ -471,7 +471,7 @@ def docstrings(cls: type) -> dict[str, str]:
 
 
 def yaml_keys(file: Path) -> dict[str, Key]:
-    """Dotted key -> value and comment, both as written; a comment may stand on the line above."""
+    """Return dotted key -> value and comment as written; a comment may be on the line above."""
     found: dict[str, Key] = {}
     group, above = "", ""
     for line in file.read_text(encoding="utf-8").splitlines():
@@ -493,13 +493,13 @@ def yaml_keys(file: Path) -> dict[str, Key]:
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """A GitHub table."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def type_words(annotation: Any) -> str:
-    """A type as a person types values of it."""
+    """Describe the values of a type as users write them."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Literal:
         return ", ".join(f"`{choice}`" for choice in arguments)
@@ -513,7 +513,7 @@ def type_words(annotation: Any) -> str:
 
 
 def prose(text: str) -> str:
-    """Plain text for a table cell: nothing in it is Markdown, except code spans."""
+    """Escape Markdown for a table cell, except code spans."""
     spans = re.split(r"(`+[^`]*`+)", text)
     spans[::2] = [re.sub(r"([*_<])", r"\\\1", span) for span in spans[::2]]
     spans[1::2] = [f"`{span.strip('`')}`" for span in spans[1::2]]
@@ -521,12 +521,12 @@ def prose(text: str) -> str:
 
 
 def linked(paper: str) -> str:
-    """``arXiv:…`` as a link."""
+    """Turn each ``arXiv:…`` into a link."""
     return re.sub(r"arXiv:(\d{4}\.\d{4,5})", r"[\1](https://arxiv.org/abs/\1)", paper)
 
 
 def limit(case: dict[str, Any]) -> str:
-    """The bound of a case, and whether it was missed."""
+    """Return the bound of a case, marked if missed."""
     bounds = [
         f"{sign} {case[key]:g}"
         for key, sign in (("at_most", "≤"), ("at_least", "≥"))

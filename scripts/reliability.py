@@ -1,10 +1,10 @@
-"""Run the tests behind docs/reliability.md and write what they found; ``make reliability``.
+"""Run the tests behind docs/reliability.md and record the results; ``make reliability``.
 
     python scripts/reliability.py            every row of tests/reliability/requirements.yaml
-    python scripts/reliability.py R1 R3      only these; the others keep what was found before
+    python scripts/reliability.py R1 R3      only these; other rows keep their results
 
-``docs/reliability.json`` holds what was found, row by row, with the commit; the page is generated
-from it (``scripts/generate_docs.py``). The exit code is that of pytest.
+``docs/reliability.json`` holds the results and the commit of each row; ``scripts/generate_docs.py``
+generates the page from this file. The exit code is that of pytest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 REQUIREMENTS = ROOT / "tests" / "reliability" / "requirements.yaml"
-FOUND = ROOT / "docs" / "reliability.json"
+RESULTS = ROOT / "docs" / "reliability.json"
 
 
 def main(names: list[str]) -> int:
@@ -40,11 +40,11 @@ def main(names: list[str]) -> int:
     commit = _git("rev-parse", "--short=12", "HEAD")
     if _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs/reliability.*"):
         commit += "-dirty"
-    found = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.is_file() else {}
+    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
     for row in rows:
         own = [case for case in cases if any(_belongs(case, target) for target in row["tests"])]
-        found[row["id"]] = {**_summary(own), "commit": commit}
-    FOUND.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        results[row["id"]] = {**_summary(own), "commit": commit}
+    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return code
 
 
@@ -60,21 +60,21 @@ def _belongs(case: ElementTree.Element, target: str) -> bool:
 
 
 def _summary(cases: list[ElementTree.Element]) -> dict[str, Any]:
-    """Cases, what they injected (one each unless they say otherwise), and failures."""
+    """Count cases, injected faults (one per case without the property), failures and skips."""
 
-    def with_(*kinds: str) -> list[ElementTree.Element]:
+    def cases_with(*kinds: str) -> list[ElementTree.Element]:
         return [case for case in cases if any(case.find(kind) is not None for kind in kinds)]
 
-    skipped = with_("skipped")
+    skipped = cases_with("skipped")
     reported = [node for c in cases for node in c.iterfind("properties/property[@name='reported']")]
     injected = 0
     for case in cases:
-        said = case.find("properties/property[@name='injected']")
-        injected += 0 if case in skipped else 1 if said is None else int(str(said.get("value")))
+        entry = case.find("properties/property[@name='injected']")
+        injected += 0 if case in skipped else 1 if entry is None else int(str(entry.get("value")))
     return {
         "cases": len(cases) - len(skipped),
         "injected": injected,
-        "failed": len(with_("failure", "error")),
+        "failed": len(cases_with("failure", "error")),
         "skipped": len(skipped),
         "reported": ", ".join(str(node.get("value")) for node in reported),
     }

@@ -1,7 +1,7 @@
 """Base classes of verbs, and shared arguments.
 
-``sparsepretrain --help`` imports every verb: methods import slow libraries (torch, Hydra, YAML) on
-first use.
+``sparsepretrain --help`` imports every verb. Methods therefore import slow libraries (torch, Hydra,
+YAML) on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compose overrides and YAML files into one plain dictionary, by Hydra.
+"""Compose overrides and YAML files into one plain dictionary, with Hydra.
 
 Group choices are checked before Hydra sees them. All other overrides are set as if typed with
 ``++``, so that unknown keys reach the strict check, which reports all mistakes at once.
@@ -51,8 +51,8 @@ def compose(overrides: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> 
     """Compose the shipped and the user's YAML files with ``overrides``.
 
     Args:
-        overrides: ``group=option`` and ``key=value`` as typed in a shell; ``+`` and ``++`` in front
-            have no effect. The last of several choices or values wins.
+        overrides: ``group=option`` and ``key=value`` as typed in a shell; a leading ``+`` or ``++``
+            has no effect. The last of several choices or values wins.
         config_dirs: directories laid out like ``configs/``, in addition to those named by
             ``SPARSEPRETRAIN_CONFIG_DIR`` and those of installed plugins.
 
@@ -133,12 +133,12 @@ def build(parsed: Overrides) -> tuple[dict[str, Any], dict[str, str]]:
         with open_dict(composed):
             del composed["hydra"]
         typed = {key for key, _ in parsed.values}
-        if "epochs" in typed and "steps" not in typed:  # else the recipe's steps win
+        if "epochs" in typed and "steps" not in typed:  # steps > 0 of a recipe override epochs
             composed.steps = 0
         for group, block in parsed.blocks.items():
             OmegaConf.update(composed, group, block, merge=False, force_add=True)
         plain = _resolved(composed, parsed.values)
-    # A mapping: the experiment file lacks `# @package _global_`; validate reports it.
+    # If it is a mapping, the experiment file lacks `# @package _global_`; validate reports that.
     if not isinstance(plain.get("experiment"), dict):
         plain["experiment"] = choices.get("experiment")
     parsed.notes = _pair_notes(parsed, f"_{choices['model']}_{choices['sparsity']}.yaml", plain)

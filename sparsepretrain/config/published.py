@@ -1,4 +1,4 @@
-"""Published numbers of papers, as tables refer to them."""
+"""Published numbers of papers, looked up by table and cell."""
 
 from __future__ import annotations
 

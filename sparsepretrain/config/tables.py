@@ -23,29 +23,29 @@ Term = str | list[str]
 
 @dataclass(slots=True, kw_only=True)
 class Metric:
-    """Number of every run: from its record, or from a stage after training."""
+    """Number read from the record of every run, or from a stage after training."""
 
     label: str
     key: str
-    """Key of the record, as ``loss``, ``bleu``, ``flip_rate``."""
+    """Key in the record, such as ``loss``, ``bleu`` or ``flip_rate``."""
     split: str | None = "validation"
     """Split of the evaluations; null: training lines."""
     stage: str | None = None
     """Stage of the number, or a glob for the mean over matching stages; null: training."""
     over: tuple[float, float] | None = None
-    """Fractions of the run to average between; null: the last line."""
+    """Interval to average over, as fractions of the run; null: the last line."""
     relative_to: tuple[float, float] | None = None
-    """Fractions of the run whose mean divides the number."""
+    """Interval, as fractions of the run, whose mean divides the number."""
     percent_of: str | None = None
-    """Compare in percent above a row (in the same column) or a cell, with the same seed."""
+    """Reference row (same column) or cell of the same seed; claims compare percent above it."""
     better: Literal["lower", "higher"] | None = None
     variant: str = ""
     """Tokenization, weights and metric variant, which make numbers comparable."""
     sequence_length: int | None = None
     factor: float = 1.0
-    """Factor of the number, as 100 for percent."""
+    """Multiplier of the number, such as 100 for percent."""
     digits: Annotated[int, "[0, 10]"] = 4
-    """Digits after the point."""
+    """Digits after the decimal point."""
 
     def problems(self) -> Problems:
         for key, part in (("over", self.over), ("relative_to", self.relative_to)):
@@ -58,9 +58,9 @@ class Stage:
     """Fine-tuning or evaluation of every run after training.
 
     A fine-tuning is a run with the cell's seed in
-    ``<runs_dir>/<table>/<row>[--<column>]--<stage>/``, found by ``RunDirectory.finetuned``. An
-    evaluation is a line of ``eval.jsonl``, see ``RunDirectory.evaluation``, one by the harness a
-    file, see ``RunDirectory.harness_result``. ``RunDirectory.failures`` has failed stages.
+    ``<runs_dir>/<table>/<row>[--<column>]--<stage>/`` (``RunDirectory.finetuned``). An evaluation
+    is a line of ``eval.jsonl`` (``RunDirectory.evaluation``), or a file of the harness
+    (``RunDirectory.harness_result``). ``RunDirectory.failures`` returns failed stages.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Stage:
     lm_eval: str | None = None
     """Tasks of lm-evaluation-harness for the exported run, separated by commas."""
     overrides: list[str] = field(default_factory=list)
-    """Further words of the command."""
+    """Further arguments of the command."""
 
     def problems(self) -> Problems:
         if [self.finetune, self.evaluate, self.lm_eval].count(None) != 2:
@@ -82,18 +82,18 @@ class Stage:
 
 @dataclass(slots=True, kw_only=True)
 class Tune:
-    """Tuning of every row with the same number of settings; the table's seeds run the best one.
+    """Tuning of every row over equally many settings; the table's seeds then run the best one.
 
-    Words are those of ``sparsepretrain sweep``: ``optim.lr=1e-3,2e-3``. A row tries every
-    combination of its values; the mean of the first metric over the seeds chooses.
+    Values are written as for ``sparsepretrain sweep``: ``optim.lr=1e-3,2e-3``. A row tries every
+    combination of its values. The best mean of the first metric over the seeds is chosen.
     """
 
     seeds: list[int]
-    """Seeds that choose the settings; the table's seeds must be others."""
+    """Seeds for choosing the settings; must differ from the table's seeds."""
     grid: list[str]
     """Values of every row."""
     rows: dict[str, list[str]] = field(default_factory=dict)
-    """Row -> further values, or others for a key of the grid."""
+    """Row -> values of further keys, or values that replace those of a grid key."""
 
     def settings(self, row: str) -> list[str]:
         """Return the settings of a row: overrides, separated by spaces."""
@@ -124,7 +124,7 @@ class Size:
     overrides: list[str] = field(default_factory=list)
     """Overrides of every run, before those of its row and column."""
     rows: dict[str, list[str]] = field(default_factory=dict)
-    """Row -> further overrides, as a decay factor for this scale."""
+    """Row -> further overrides, such as a decay factor for this scale."""
     columns: dict[str, list[str]] = field(default_factory=dict)
     without: dict[str, str] = field(default_factory=dict)
     """Glob of ``row`` or ``row @ column`` -> reason for not running it at this scale."""
@@ -132,7 +132,7 @@ class Size:
     tune: Tune | None = None
     """Tuning before the runs of the table; null: nothing is tuned."""
     stand_in: str = ""
-    """Model and data that stand in for those of the paper, for the title of the page."""
+    """Model and data used instead of those of the paper; part of the page title."""
     labels: dict[str, str] = field(default_factory=dict)
     """Row, column or name in a claim -> its name on pages of this scale."""
     variants: dict[str, str] = field(default_factory=dict)
@@ -165,7 +165,7 @@ class Published:
 
 @dataclass(slots=True, kw_only=True)
 class Claim:
-    """Claim that seeds can decide, see ``reports.claims``."""
+    """Claim that is tested over seeds, see ``reports.claims``."""
 
     text: str
     kind: Literal["less", "order", "best_of", "equal", "not_worse", "crossing", "interior", "count"]
@@ -220,7 +220,7 @@ class Table:
     parts: list[str] = field(default_factory=list)
     """Names of other tables that this one collects on one page."""
     bench: list[str] = field(default_factory=list)
-    """Commands for a checkout: a table of speed is measured by a script, without runs."""
+    """Benchmark commands of a speed table, which has no runs; they need a checkout."""
     row_label: str = "method"
     column_label: str = ""
     rows: dict[str, list[str]] = field(default_factory=dict)
@@ -298,8 +298,8 @@ class Table:
 def at_scale(table: Table, scale: Scale) -> Table:
     """Return a table as its page at ``scale`` shows it.
 
-    Published numbers, settings of the paper and limits of its runs belong to the paper's scale.
-    Other scales have names of their own; what they ran is in the configurations of their runs.
+    Published numbers, settings and limits of the paper's runs are shown at paper scale only. Other
+    scales rename rows and columns; the configurations of their runs hold their settings.
     """
     if scale not in table.scales:
         return table
@@ -317,14 +317,14 @@ def at_scale(table: Table, scale: Scale) -> Table:
             text = text.replace(old, new)
         return text
 
-    ran = {column for _, column, why in table_cells(table, scale) if not why}
+    run_columns = {column for _, column, why in table_cells(table, scale) if not why}
 
     def terms(claim: Claim) -> list[str]:
         return [t for term in claim.of for t in ([term] if isinstance(term, str) else term)]
 
     def is_shown(claim: Claim) -> bool:
         columns = {term.partition(" @ ")[2] for term in terms(claim)}
-        return columns - {""} <= ran
+        return columns - {""} <= run_columns
 
     claims = [
         replace(
@@ -344,7 +344,7 @@ def at_scale(table: Table, scale: Scale) -> Table:
     shown = replace(
         table,
         rows={named(row): words for row, words in table.rows.items()},
-        columns={named(column): words for column, words in table.columns.items() if column in ran},
+        columns={named(c): words for c, words in table.columns.items() if c in run_columns},
         baseline=table.baseline and named(table.baseline),
         claims=claims,
         metrics=metrics,

@@ -2,9 +2,9 @@
 
 A prepared directory holds ``train.bin`` and ``validation.bin`` (raw little-endian integers),
 ``tokenizer.json`` unless tokens are bytes, ``manifest.json``, and the raw targets of held-out
-pairs. It appears by one rename, so a directory with a manifest is complete. Opening checks sizes,
-and checksums unless size, time and inode equal those in ``verified.json``, noted after the last
-successful check.
+pairs. It appears by one rename, so a directory with a manifest is complete. Opening checks sizes.
+:func:`verify` checks checksums, unless size, modification time and inode of every file equal those
+in ``verified.json``, written after the last successful check.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def verify(
     """Compare the files of a prepared directory with their checksums.
 
     Args:
-        known: skip files that have not changed since the last successful check.
+        known: return at once if no file has changed since the last successful check.
         on_bytes: called with bytes read and bytes to read.
 
     Raises:

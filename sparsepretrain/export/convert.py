@@ -1,4 +1,4 @@
-"""Conversion of a checkpoint to a class of transformers or timm, and its files."""
+"""Conversion of a checkpoint to a class of transformers or timm, and the files written."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Converted:
     layers: list[str]
     """Names of the sparse layers."""
     inputs: dict[str, Tensor]
-    """Small batch."""
+    """Random batch of two samples."""
     logits: Tensor
-    """fp32 logits of evaluation on ``inputs``."""
+    """fp32 logits of the evaluated model on ``inputs``."""
     merged: bool = False
-    """True if adapters were added to the weights, which are dense then."""
+    """True if adapters were added into the weights, which are then dense."""
     adapters: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Layer -> L (out_features, rank) and R (rank, in_features) if not merged."""
 
@@ -197,7 +197,7 @@ def _write_adapters(converted: Converted, directory: Path) -> None:
     settings = {
         "peft_type": "LORA",
         "r": rank,
-        "lora_alpha": rank,  # lora_alpha / r is the factor of the product
+        "lora_alpha": rank,  # lora_alpha / r scales L·R
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": list(converted.adapters),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sparsepretrain.export.convert import Converted
 
 ABOUT = "sparsity.json"
-"""Description of an export's weights."""
+"""File that describes the exported weights."""
 ROWS, COLUMNS = 64, 64
 """out_features and in_features must be multiples of these in fp16 and bf16: cuSPARSELt limits rows,
 CUTLASS columns."""
@@ -72,12 +72,12 @@ def load_semi_structured(
             f"semi-structured tensors are 2:4, the weights in {directory} are {found}"
         )
     if dtype not in TYPES:
-        raise ConfigError(f"semi-structured products exist for fp16 and bf16, not for {dtype}")
+        raise ConfigError(f"semi-structured matmuls exist for fp16 and bf16, not for {dtype}")
     if torch.device(device).type != "cuda" or not torch.cuda.is_available():
-        raise ConfigError(f"semi-structured products need a CUDA device, got device={device!r}")
+        raise ConfigError(f"semi-structured matmuls need a CUDA device, got device={device!r}")
     if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
         raise ConfigError(
-            "semi-structured products need compute capability 8.0 or later, this device has "
+            "semi-structured matmuls need compute capability 8.0 or later, this device has "
             "{}.{}".format(*capability)
         )
     model: Any = getattr(transformers, name).from_pretrained(directory, dtype=dtype)

@@ -27,16 +27,16 @@ def nm_mask(
 ) -> Tensor:
     """Mask of the N elements of largest magnitude in every M consecutive ones along ``dim``.
 
-    Equal magnitudes: the larger index is kept (``ties="high"``, what the 2:4 kernels and SR-STE
-    do; SR-STE, arXiv:2102.04010) or the smaller (``"low"``, SDGP). Exactly N of M are kept for
-    every input: -0.0 equals +0.0, NaN counts as larger than infinity.
+    Of equal magnitudes the larger index is kept (``ties="high"``, as in the 2:4 kernels and
+    SR-STE, arXiv:2102.04010) or the smaller (``"low"``, as in SDGP). Exactly N of M are kept for
+    every input: -0.0 equals +0.0, and NaN counts as larger than infinity.
 
     Args:
         x: floating-point tensor, any shape and strides.
         n, m: the pattern, 1 ≤ n ≤ m.
         dim: axis of the groups; its size must be a multiple of ``m``.
         ties: ``"high"`` or ``"low"``.
-        packed: the result in bits, as :func:`pack_rows` packs it; ``x`` is at least 2-D.
+        packed: return bits in the layout of :func:`pack_rows`; ``x`` must be at least 2-D.
 
     Returns:
         bool tensor of the shape of ``x``, true = kept; or uint8 of :func:`packed_shape`.
@@ -51,7 +51,7 @@ def nm_mask(
         mask = torch.ones(x.shape, dtype=torch.bool, device=x.device)
     elif kernel:
         mask = kernel(x.detach(), n, m, dim, ties == "low", packed)
-    if mask is None:  # the loop of the CPU is for M = 4
+    if mask is None:  # no kernel, or the CPU kernel declined: it supports M = 4 only
         if backend == "cpu":
             raise ValueError(f"nm_mask: backend='cpu' has no {n}:{m} kernel; use 'reference'")
         rank = _by_comparing if m <= MOST_COMPARED else _by_sorting
@@ -60,7 +60,7 @@ def nm_mask(
 
 
 def _by_comparing(keys: Tensor, n: int, m: int, dim: int, ties: str) -> Tensor:
-    """Count for each element how many of its group it beats."""
+    """Keep each element that beats at least M - N others of its group."""
     parts = keys.unflatten(dim, (-1, m)).movedim(dim + 1, 0).contiguous().unbind(0)
     wins = [torch.zeros_like(part, dtype=torch.uint8) for part in parts]
     for i, j in itertools.combinations(range(m), 2):

@@ -36,7 +36,7 @@ def soft_threshold(
         gamma: position of the threshold, 0 ≤ gamma ≤ 1.
         dim: axis of the groups; its size must be a multiple of ``m``.
         scale: β, a 0-d fp32 tensor that S(x) is multiplied by; None: 1.
-        dtype: of the result, rounded once at the end; None: that of ``x``.
+        dtype: dtype of the result, rounded once at the end; None: dtype of ``x``.
 
     Returns:
         β·S(x), a tensor of the shape of ``x``; arithmetic is fp32 (fp64 for fp64).
@@ -110,10 +110,10 @@ def _threshold(dropped: Tensor, kept: Tensor, gamma: float) -> Tensor:
     """(1 - γ)·dropped + γ·kept."""
     if gamma == 0.0:
         return dropped
-    # Finite unless M - N + 1 are infinite, so that an infinity survives its threshold. At ties
-    # rounding may fall below |dropped|, which would keep more than N.
-    most = torch.finfo(kept.dtype).max
-    t = (1.0 - gamma) * dropped.clamp(max=most) + gamma * kept.clamp(max=most)
+    # Finite unless N + 1 are infinite, so that a kept infinity exceeds its threshold. At ties the
+    # rounded t may fall below |dropped|, which would keep more than N.
+    limit = torch.finfo(kept.dtype).max
+    t = (1.0 - gamma) * dropped.clamp(max=limit) + gamma * kept.clamp(max=limit)
     return torch.maximum(t, dropped)
 
 
@@ -167,7 +167,7 @@ def _boundary(a: Sequence[Tensor], n: int) -> tuple[Tensor, Tensor]:
         inner, outer = torch.maximum(low, low2), torch.minimum(high, high2)
         return torch.minimum(inner, outer), torch.maximum(inner, outer)
     ordered = torch.stack([*a]).sort(dim=0).values
-    poison = ordered[-1] * 0  # sort puts NaN last; inf * 0 is NaN too, hence the next line
+    poison = ordered[-1] * 0  # NaN sorts last; inf * 0 is NaN too: undo that next
     poison = torch.where(ordered[-1].isinf(), torch.zeros_like(poison), poison)
     dropped = ordered[m - n - 1] if n < m else torch.zeros_like(poison)
     return dropped + poison, ordered[m - n] + poison

@@ -1,4 +1,4 @@
-"""BERT (Devlin et al., arXiv:1810.04805) on transformers' classes."""
+"""BERT (Devlin et al., arXiv:1810.04805), built from transformers' classes."""
 
 from __future__ import annotations
 

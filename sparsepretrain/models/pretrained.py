@@ -1,4 +1,4 @@
-"""Checkpoints of transformers in their own classes."""
+"""Hugging Face checkpoints, built as their own transformers classes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Pretrained(Headable):
 
     @classmethod
     def roles(cls, options: PretrainedOptions) -> dict[str, list[str]]:
-        """Return those known names that occur in the model."""
+        """Return alias -> known globs that match a layer of the model."""
         return _roles(str(options.path))
 
     @staticmethod
@@ -118,7 +118,7 @@ class Pretrained(Headable):
         inputs = {"input_ids": tokens, "attention_mask": mask.long()}
         if getattr(model.config, "type_vocab_size", 0) > 1:
             inputs["token_type_ids"] = second.long()
-        if hasattr(model, "score"):  # causal: transformers finds the last token by its id
+        if hasattr(model, "score"):  # causal: transformers looks for pad_token_id, not the mask
             from sparsepretrain.models._heads import last_token
 
             return model.score(last_token(model.base_model(**inputs).last_hidden_state, mask))

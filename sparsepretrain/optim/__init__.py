@@ -41,8 +41,8 @@ def build_optimizer(
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            few = parameter.dim() < 2 or name in exempt
-            (others if few else decayed).append(parameter)
+            is_exempt = parameter.dim() < 2 or name in exempt
+            (others if is_exempt else decayed).append(parameter)
     groups: list[dict[str, Any]] = [
         {"params": decayed, "weight_decay": options.weight_decay},
         {"params": others, "weight_decay": 0.0},
@@ -55,7 +55,7 @@ def build_optimizer(
 
 
 def __getattr__(name: str) -> Any:
-    if name == "StepAdamW":  # imported on first use, since the package is torch-free
+    if name == "StepAdamW":  # on first use: importing this package must not import torch
         from sparsepretrain.optim._step_adamw import StepAdamW
 
         return StepAdamW

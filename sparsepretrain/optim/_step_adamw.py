@@ -146,7 +146,7 @@ class StepAdamW(Optimizer):
         """Update all parameters with a gradient, then decide about the switch."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        if creates_state(self):
+        if creates_state(self):  # a step of torch.distributed.checkpoint, which trains nothing
             for group in self.param_groups:
                 for p in group["params"]:
                     if p.grad is not None:
@@ -197,7 +197,7 @@ class StepAdamW(Optimizer):
         if self.amsgrad:
             state["max_exp_avg_sq"] = torch.zeros_like(p)
 
-    def _of(self, params: list[Tensor], key: str) -> list[Tensor]:
+    def _local_state(self, params: list[Tensor], key: str) -> list[Tensor]:
         return [_local(self.state[p][key]) for p in params]
 
     def _second_moments(
@@ -205,13 +205,13 @@ class StepAdamW(Optimizer):
     ) -> tuple[Tensors, Tensors]:
         """Update v; return v_t - v_{t-1} and the second moments for the denominators."""
         beta2 = group["betas"][1]
-        grads, v = _gradients(params), self._of(params, "exp_avg_sq")
+        grads, v = _gradients(params), self._local_state(params, "exp_avg_sq")
         delta = torch._foreach_mul(grads, grads)
         torch._foreach_sub_(delta, v)
         torch._foreach_mul_(delta, 1 - beta2)
         torch._foreach_add_(v, delta)
         if self.amsgrad:
-            newest, v = v, self._of(params, "max_exp_avg_sq")
+            newest, v = v, self._local_state(params, "max_exp_avg_sq")
             torch._foreach_maximum_(v, newest)
         return delta, v
 
@@ -224,7 +224,7 @@ class StepAdamW(Optimizer):
 
     def _update_frozen(self, params: list[Tensor], group: dict[str, Any]) -> None:
         """Apply the step of the sparse phase with constant v* = v."""
-        v: Tensors = self._of(params, "max_exp_avg_sq" if self.amsgrad else "exp_avg_sq")
+        v: Tensors = self._local_state(params, "max_exp_avg_sq" if self.amsgrad else "exp_avg_sq")
         if self.frozen_bias_correction:
             assert self.switched_at is not None
             v = torch._foreach_div(v, 1 - group["betas"][1] ** self.switched_at)
@@ -239,7 +239,7 @@ class StepAdamW(Optimizer):
     def _divide(self, params: list[Tensor], group: dict[str, Any], denominators: Tensors) -> None:
         """Apply weight decay, update the first moments and step along them."""
         beta1 = group["betas"][0]
-        weights, m = [_local(p) for p in params], self._of(params, "exp_avg")
+        weights, m = [_local(p) for p in params], self._local_state(params, "exp_avg")
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_lerp_(m, _gradients(params), 1 - beta1)
         rate = -group["lr"] / (1 - beta1**self.steps)

@@ -40,7 +40,7 @@ class SGD:
         import torch
 
         return torch.optim.SGD(
-            groups,
+            groups,  # each with its own weight_decay
             lr=options.lr,
             momentum=options.momentum,
             nesterov=options.nesterov,

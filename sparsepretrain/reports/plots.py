@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX*<>ph8d"
-"""Twice as many as colors, so that runs of one color differ."""
+"""Markers, two per color: runs of one color differ."""
 DASHES = ("-", "--", "-.", ":")
 GRAY = "#707070"
 
@@ -143,7 +143,7 @@ def line_style(index: int) -> dict[str, Any]:
 
 
 def step_axis(axes: Axes) -> None:
-    """Label the axis; ticks are whole steps."""
+    """Label the x axis and put ticks at whole steps."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -151,7 +151,7 @@ def step_axis(axes: Axes) -> None:
 
 
 def point_marker(values: np.ndarray) -> str | None:
-    """Return a dot for curves of few points."""
+    """Return a dot for curves of at most 40 points, else None."""
     return "." if len(values) <= 40 else None
 
 
@@ -169,7 +169,7 @@ def _finish(figure: Figure, run: RunData, *, legend: bool = True) -> Figure:
 
 
 def flip_axis(axes: Axes, every: Collection[int]) -> None:
-    """Make a log axis of flip rates; ``every``: steps between compared masks, per curve."""
+    """Make the y axis a log axis of flip rates; ``every``: steps between masks, per curve."""
     steps = max(every, default=1)
     interval = "per step" if steps == 1 else f"per refresh, every {steps} steps"
     if len({*every}) > 1:

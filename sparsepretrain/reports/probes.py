@@ -20,7 +20,7 @@ Groups = Mapping[str, Sequence[RunData]]
 """Name -> runs of several seeds."""
 
 MIDDLE = 0.15, 0.6
-"""Fraction of the run that the descent table covers. Before it, the loss falls for every method;
+"""Part of the run that the descent table covers. Before it, the loss falls for every method;
 after it, changes are near the rounding of the loss."""
 PRODUCTS = {"wgrad": "dW", "dgrad": "dX"}
 
@@ -232,7 +232,7 @@ def estimator_figure(run: RunData) -> Figure | None:
 
 
 def _scale(values: np.ndarray) -> tuple[float, float]:
-    """Return (linear threshold, largest size) of a symlog axis."""
+    """Return (linear threshold, largest magnitude) of a symlog axis."""
     sizes = np.abs(values[np.isfinite(values) & (values != 0)])
     if not len(sizes):
         return 1.0, 1.0

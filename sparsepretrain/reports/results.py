@@ -64,7 +64,7 @@ class CellResult:
     metrics: dict[str, float | None] = field(default_factory=dict)
     """Metrics of finished runs; null: not finite."""
     missing: dict[str, str] = field(default_factory=dict)
-    """Metric -> reason why a finished run has no number."""
+    """Metric -> reason why a finished run has no value."""
     curves: dict[str, Curve] = field(default_factory=dict)
     flip_interval: int = 1
     """Steps between two compared masks."""
@@ -72,7 +72,7 @@ class CellResult:
     settings: dict[str, str] = field(default_factory=dict)
     """Name of a hash -> digest of the settings that determine the hash."""
     command: str = ""
-    """Command that trains it, with ``runs`` as directory."""
+    """Command that trains the run, with a directory below ``runs``."""
     commit: str = ""
     config: str = ""
     hardware: str = ""
@@ -94,7 +94,7 @@ class TableResults:
     seeds: list[int] = field(default_factory=list)
     unit: str = "tokens"
     overrides: list[str] = field(default_factory=list)
-    """Overrides of all cells in addition to the table."""
+    """Overrides of all cells in addition to those of the table."""
     cells: list[CellResult] = field(default_factory=list)
     tuning: list[CellResult] = field(default_factory=list)
     """Runs that choose the setting of each row; their column is the setting."""
@@ -170,7 +170,7 @@ class TableResults:
         return dataclasses.replace(self, cells=named(self.cells), tuning=named(self.tuning))
 
     def all(self) -> Iterator[TableResults]:
-        """Yield itself, or its parts recursively."""
+        """Yield these results, or those of all parts recursively."""
         if not self.parts:
             yield self
         for part in self.parts:
@@ -193,7 +193,7 @@ def collect(
         ConfigError: unknown table or scale, or a mistake in a cell.
     """
     table = load_table(name, config_dirs)
-    kept = [given for given in overrides if not given.startswith("runs_dir=")]
+    kept = [override for override in overrides if not override.startswith("runs_dir=")]
     result = TableResults(name=name, overrides=kept)
     asked: dict[str, Any] = {"seeds": seeds, "overrides": overrides, "config_dirs": config_dirs}
     if table.parts:
@@ -236,7 +236,7 @@ def trials(tried: Sequence[Cell], table: Table, scale: Scale) -> list[CellResult
         result, _ = _collect(cell, table, scale)
         failure = RunDirectory.of(cell.run).failures().get("train")
         if failure and failure["exit_code"] == DivergedError.exit_code:
-            result.metrics = dict.fromkeys(table.metrics)
+            result.metrics = dict.fromkeys(table.metrics)  # means() counts None as the worst
         results.append(dataclasses.replace(result, curves={}, versions={}, command=""))
     return results
 
@@ -279,9 +279,9 @@ def _collect(cell: Cell, table: Table, scale: Scale) -> tuple[CellResult, RunDat
 
         run = resolve_steps(run)
     directory, plain = RunDirectory.of(run), run.plain
-    # readers of the page have no runs in the author's directory
+    # readers of the page do not have the author's directory
     home = word("runs_dir", f"runs/{Path(run.runs_dir).name}")
-    words = [home if given.startswith("runs_dir=") else given for given in cell.words]
+    words = [home if text.startswith("runs_dir=") else text for text in cell.words]
     result = CellResult(
         row=cell.row,
         column=cell.column,
@@ -386,7 +386,7 @@ def measured(metric: Metric, run: RunData, total: int) -> float | None:
 
 def write_record(results: TableResults, file: Path) -> None:
     """Write results compressed; equal results give equal bytes."""
-    text = json.dumps(_sparse(dataclasses.asdict(results)), ensure_ascii=False, sort_keys=True)
+    text = json.dumps(_drop_empty(dataclasses.asdict(results)), ensure_ascii=False, sort_keys=True)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, gzip.compress(text.encode(), compresslevel=9, mtime=0))
 
@@ -408,9 +408,9 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def _sparse(value: Any) -> Any:
+def _drop_empty(value: Any) -> Any:
     """Drop empty values; a missing key means empty."""
     if isinstance(value, dict):
         empty: tuple[Any, ...] = ("", [], {})
-        return {k: _sparse(v) for k, v in value.items() if v not in empty}
-    return [_sparse(item) for item in value] if isinstance(value, list | tuple) else value
+        return {k: _drop_empty(v) for k, v in value.items() if v not in empty}
+    return [_drop_empty(v) for v in value] if isinstance(value, list | tuple) else value

@@ -33,10 +33,10 @@ MANIFEST = "manifest.json"
 CONFIG = "config.yaml"
 
 SHARD = "shard-{:05d}-{}.safetensors"
-"""Name of the file with the tensors of a part that a rank has written."""
+"""File with one rank's tensors of one part: rank, name of the part."""
 
 _whole: dict[Path, frozenset[tuple[str, int, int]]] = {}
-"""Checkpoints written or verified by this process, with their :func:`_stamp`."""
+"""Checkpoints written or verified by this process -> their :func:`_stamp`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,8 @@ class Checkpoint:
         """Return all parts in saved order.
 
         Args:
-            mapped: parts whose tensors are :class:`~sparsepretrain.runs.tensors.Stored`, which read
-                what is asked for.
+            mapped: parts whose tensors are :class:`~sparsepretrain.runs.tensors.Stored`, read when
+                indexed.
         """
         self.require()
         return {
@@ -138,7 +138,7 @@ class Checkpoint:
             raise CheckpointError(f"checkpoint {self.path} is damaged ({problem}): choose another")
 
     def problem(self, parts: Iterable[str] | None = None) -> str | None:
-        """Describe damage to the files of ``parts``, by default all; None: intact."""
+        """Return the damage found in the files of ``parts`` (None: all), or None if intact."""
         try:
             manifest = read_json(self.path / MANIFEST, dict)
             if manifest["format"] != FORMAT:
@@ -180,20 +180,20 @@ def save(
 ) -> Path:
     """Write ``directory/step_<step>`` and remove checkpoints not retained by ``keep``.
 
-    An intact checkpoint of this step stays: replacing a directory is not atomic. Several ranks call
-    this together, on a file system that they share.
+    An intact checkpoint of this step is kept, since replacing a directory is not atomic. Collective
+    over ``ranks``, which must share a file system.
 
     Args:
         directory: ``checkpoints`` of a run directory; created if missing.
         step: completed optimizer steps.
         parts: name -> tensors, :class:`~sparsepretrain.runs.tensors.Rows`, numbers, strings, None,
-            and lists, tuples and dicts of these. Of ranks other than the first, only rows.
+            and lists, tuples and dicts of these. Ranks other than 0 pass only ``Rows``.
         config: configuration as YAML text.
         keep: retention rule, the new checkpoint included.
-        ranks: those that save.
+        ranks: ranks that save together.
 
     Raises:
-        CheckpointError: the write failed on a rank, and raises on all; earlier checkpoints are
+        CheckpointError: on all ranks, if the write failed on one; earlier checkpoints are
             untouched.
     """
     final = directory / step_name(step)
@@ -227,7 +227,7 @@ def save(
         _write_json(stage / MANIFEST, manifest)
         sync(stage / MANIFEST)
         sync(stage)
-        if final.exists():  # damaged
+        if final.exists():  # damaged, since begin() keeps an intact one
             shutil.rmtree(final)
         os.replace(stage, final)
         sync(directory)
@@ -282,7 +282,7 @@ def saved(directory: Path) -> dict[int, Path]:
 def newest_valid(
     directory: Path, warn: Callable[[str], None], parts: Iterable[str] | None = None
 ) -> Checkpoint | None:
-    """Return the newest intact checkpoint; ``warn`` of damaged ones passed over."""
+    """Return the newest intact checkpoint; ``warn`` about newer, damaged ones."""
     for path in sorted(directory.glob("step_*"), reverse=True):
         checkpoint = Checkpoint(path)
         problem = checkpoint.problem(parts)
@@ -331,7 +331,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _files(part: str, names: Iterable[str]) -> list[str]:
-    """Return those of ``names`` that are shards of ``part``."""
+    """Return the shards of ``part`` among ``names``."""
     return sorted(name for name in names if name.endswith(f"-{part}.safetensors"))
 
 

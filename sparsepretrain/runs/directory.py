@@ -1,4 +1,4 @@
-"""Directory of a run: paths, locking, and content of its files."""
+"""Directory of a run: paths, lock, and contents of its files."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ class RunDirectory:
     def of_checkpoint(cls, path: Path) -> RunDirectory | None:
         """Return the run that contains a checkpoint; None for a copy elsewhere."""
         name = cls.checkpoints.name
-        place = path if path.parent.name == name else path.resolve()
-        return cls(place.parent.parent) if place.parent.name == name else None
+        resolved = path if path.parent.name == name else path.resolve()
+        return cls(resolved.parent.parent) if resolved.parent.name == name else None
 
     def __str__(self) -> str:
         return str(self.path)
@@ -221,13 +221,14 @@ class RunDirectory:
     def finetuned(self, stage: str) -> RunDirectory | None:
         """Return the run of a table's stage on this run's latest checkpoint.
 
-        It is the sibling directory described at ``config.tables.Stage``, even after a move.
+        The two runs are siblings (see ``config.tables.Stage``), possibly moved together.
         """
         seed = self.path.name.rpartition("-s")[2]
-        beside = self.path.parent.with_name(f"{self.path.parent.name}--{stage}")
+        parent = self.path.parent.with_name(f"{self.path.parent.name}--{stage}")
         found: dict[str, RunDirectory] = {}
-        for run in map(RunDirectory, sorted(beside.glob(f"*-s{seed}"))):
+        for run in map(RunDirectory, sorted(parent.glob(f"*-s{seed}"))):
             if run.config_file.is_file():
+                # init.path ends with <hash8>-s<seed>/checkpoints/step_<N>
                 *_, source, _, step = ("", "", *Path(str(run.config()["init"]["path"])).parts)
                 if source == self.path.name:
                     found[step] = run
@@ -246,6 +247,7 @@ class RunDirectory:
         wanted: dict[str, Any] = {"split": split, "densified": False, "average": 1}
         wanted["overrides"] = list(overrides)
         same = [line for line in lines if all(line.get(k) == v for k, v in wanted.items())]
+        # max returns the first of equals: reversed, the newest line of a step
         return max(reversed(same), key=lambda line: line["step"] or 0, default=None)
 
     def harness_file(self, step: int, stage: str) -> Path:

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 OFFSETS = "DCP_SHARDING_INFO"
-"""Key in the header of a file with rows, whose value says where each of them begins."""
+"""Header key of a file with :class:`Rows`; its value is JSON with the first row of each."""
 
 
 class Rows(NamedTuple):
-    """Rows of a tensor that this rank saves; the other ranks save the others."""
+    """Rows of a tensor that this rank saves; other ranks save the remaining rows."""
 
     tensor: Tensor
     first: int
@@ -48,7 +48,7 @@ class Stored:
                 raise ValueError(f"rows {rows} to {start} are missing")
             rows += len(piece) if piece.dim() else 0
         if first is None:
-            raise ValueError("it has no rows")
+            raise ValueError("a tensor has no rows")
         self.shape = (rows, *first.shape[1:]) if first.dim() else ()
 
     def __getitem__(self, rows: slice | EllipsisType) -> Tensor:
@@ -60,6 +60,7 @@ class Stored:
                 first: piece[max(0, start - first) : max(0, stop - first)]
                 for first, piece in self._pieces.items()
             }
+            # an empty slice still needs dtype and trailing dimensions
             found = [piece for piece in cut.values() if len(piece)] or [cut[0]]
         if len(found) == 1:
             return found[0]
@@ -112,17 +113,17 @@ def split(part: Any, name: str) -> tuple[Any, dict[str, Tensor], dict[str, int]]
     storages: set[int] = set()
 
     def add(tensor: Tensor, path: str) -> str:
-        place = memory(tensor)
-        if place in names and tensor.numel():
-            return names[place]
+        key = memory(tensor)
+        if key in names and tensor.numel():
+            return names[key]
         if path in tensors:
             raise ValueError(f"two tensors are called {path}")
         value = tensor.detach().cpu().contiguous()
-        if value.untyped_storage().data_ptr() in storages:  # which safetensors refuses
+        if value.untyped_storage().data_ptr() in storages:  # safetensors refuses shared storage
             value = value.clone()
         storages.add(value.untyped_storage().data_ptr())
         tensors[path] = value
-        return names.setdefault(place, path)
+        return names.setdefault(key, path)
 
     def convert(value: Any, path: str) -> Any:
         if value is None or isinstance(value, bool | int | str):
@@ -149,7 +150,7 @@ def split(part: Any, name: str) -> tuple[Any, dict[str, Tensor], dict[str, int]]
 
 
 def join(value: Any, tensors: Mapping[str, Any]) -> Any:
-    """Invert :func:`split`, with what ``tensors`` has for each name."""
+    """Invert :func:`split`; ``tensors`` maps the names of tensors to values."""
     if isinstance(value, list):
         return [join(item, tensors) for item in value]
     match value:

@@ -20,7 +20,7 @@ from sparsepretrain.sparsity.products import MATMUL_OF, MATMULS
 from sparsepretrain.text import in_columns
 
 SHOWN = 4
-"""Dense weights that a report names."""
+"""Maximum number of other dense weights that a report names."""
 
 
 class CoveredLayer(NamedTuple):
@@ -34,9 +34,9 @@ class CoveredLayer(NamedTuple):
     fprop: str  # operands in the sparse phase
     dgrad: str
     wgrad: str
-    simulated: str  # reason for simulated instead of real fp8; "": none
+    simulated: str  # reason why fp8 is simulated; "": it is not simulated
     emulated: dict[str, str]
-    """Matmul with an N:M operand -> the reason for which it is dense; "": it is sparse."""
+    """Matmul with an N:M operand -> reason why it runs dense; "": it runs sparse."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,15 +53,15 @@ class Coverage:
     dense_linears: list[str] = field(default_factory=list)
     """Linear layers and convolutions that stay dense."""
     other_weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Name -> shape of other parameters with two or more dimensions, all dense; no embeddings."""
+    """Name -> shape of other dense parameters of two or more dimensions, without embeddings."""
     embeddings: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Name -> shape of the weights of embeddings, all dense."""
+    """Name -> shape of embedding weights, which stay dense."""
     precision: str | None = None  # formats of fp8; None: matmuls follow autocast
     backend: str = "emulate"
 
     @property
     def chosen(self) -> str:
-        """Return how many matmuls with an N:M operand are sparse, or the reason if none is."""
+        """Return the number of sparse matmuls among those with an N:M operand, or why it is 0."""
         found = Counter(why for layer in self.layers for why in layer.emulated.values())
         count, sparse = found.total(), found.pop("", 0)
         if sparse or not found:
@@ -124,7 +124,7 @@ def _layers(count: int) -> str:
 def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
     """Build the report."""
     method, row = state.method, state.method.sparse_row
-    n, m = method.options.n, method.options.m  # the one it ends with
+    n, m = method.options.n, method.options.m  # final pattern: method.pattern may still approach it
     words: Any = {k: ", ".join(map(str, operands)) for k, operands in row.products.items()}
     rows = []
     for name, layer in layers.items():
@@ -132,8 +132,8 @@ def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
         sizes = shape[axis], shape[1 - axis], tuple(shape[2:])
         own = layer.sparsity
         chosen = own.products
-        yet = "" if chosen.packs or chosen.is_final else "not tried yet"
-        why = {MATMUL_OF[name]: why or yet for name, why in chosen.reasons.items()}
+        untried = "" if chosen.packs or chosen.is_final else "not tried yet"
+        why = {MATMUL_OF[name]: why or untried for name, why in chosen.reasons.items()}
         kind = layer.replaces.__name__
         words |= {"simulated": chosen.simulated, "emulated": why}
         rows.append(CoveredLayer(name, kind, *sizes, **words))
@@ -155,10 +155,10 @@ def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
 
 
 class Census(NamedTuple):
-    """Weights with two or more dimensions, by kind of module and name."""
+    """Weights of two or more dimensions, by kind of module and name."""
 
     sparse: dict[str, Tensor]
-    linears: dict[str, Tensor]  # dense layers that could be sparse, by the name of the layer
+    linears: dict[str, Tensor]  # layers of a class that could be sparse, by layer name
     others: dict[str, Tensor]
     embeddings: dict[str, Tensor]
 
@@ -171,7 +171,7 @@ class Census(NamedTuple):
 
 
 def count_weights(root: nn.Module) -> Census:
-    """Sort the weights of a model by what they are."""
+    """Group the weights of two or more dimensions by kind of module."""
     census = Census({}, {}, {}, {})
     for name, module in root.named_modules():
         if isinstance(module, SparseLayer):
@@ -189,7 +189,7 @@ def count_weights(root: nn.Module) -> Census:
 def collapsed(rows: list[list[str]]) -> list[list[str]]:
     """Join rows that differ in one index of the dotted name: ``h.0–11.mlp.c_fc  ×12``.
 
-    If several indices differ, the last one runs.
+    If several indices differ, only the last one is collapsed.
     """
     alike: dict[tuple[str, ...], list[list[str]]] = {}
     for name, *cells in rows:
@@ -219,16 +219,16 @@ class Proof:
 
     pattern: str
     sparse: bool  # False: a dense method or phase, nothing to prove
-    why_dense: str = ""  # the dense phase, if it is one
+    why_dense: str = ""  # reason of a dense phase, such as "since step 4"
     groups: int = 0
     zeros: int = 0  # exact zeros
     entries: int = 0
     multiplied: int = 0  # entries of all weights of two or more dimensions, without embeddings
-    violations: tuple[str, ...] = ()  # layers with a group of more than N, or with a -0.0
+    violations: tuple[str, ...] = ()  # layers with more than N non-zeros in a group, or a -0.0
 
     @property
     def holds(self) -> bool:
-        """Every group of every layer has at most N non-zeros, and all zeros are +0.0."""
+        """True if every group of every layer has at most N non-zeros and all zeros are +0.0."""
         return self.sparse and not self.violations
 
     def __str__(self) -> str:

@@ -46,9 +46,9 @@ def start_child(
     library = f"transformers.models.{family}.modeling_{family}"  # skipped if missing
     modules = ["sparsepretrain.training.launch", "numba", "omegaconf", library]
     forkserver.set_forkserver_preload(modules)
-    # server and starting children must survive a signal to the process group
+    # The server and new children inherit the mask: Ctrl-C reaches the whole process group.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    if jobs > 1:  # NumPy reads it when it is imported; its idle threads spin and slow other cells
+    if jobs > 1:  # read when NumPy is imported; idle threads spin and slow other cells
         os.environ.setdefault("OPENBLAS_NUM_THREADS", str(_share(os.cpu_count() or 1, jobs)))
     try:
         forkserver.ensure_running()
@@ -99,7 +99,7 @@ def _share(threads: int, jobs: int) -> int:
 
 
 def _end_with_parent() -> None:
-    """Save and end if the parent is killed."""
+    """Wait until the parent dies, then stop this run, which saves a checkpoint."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

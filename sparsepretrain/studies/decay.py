@@ -1,8 +1,8 @@
 """Search for the decay factor λ of masked decay, on the learning-rate warm-up alone.
 
-The flip rate of a sparse run over that of a dense one, μ = r_λ / r_dense at the end of warm-up,
-falls as λ grows; a λ with μ in [0.60, 0.95] is accepted (arXiv:2404.01847 section 4). A search is
-a dense run and one run per λ of a grid, all of which end with the warm-up. It never imports torch.
+The ratio μ = r_λ / r_dense of the flip rates of a sparse and a dense run at the end of warm-up
+falls as λ grows. A λ with μ in [0.60, 0.95] is feasible (arXiv:2404.01847 section 4). A search is a
+dense run and one run per λ of a grid; all end with the warm-up. The parent never imports torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INTERVAL = (0.60, 0.95)
 """Feasible μ (arXiv:2404.01847 section 4)."""
 
 LAST = 3
-"""Mask comparisons that a flip rate is averaged over, or the last tenth if larger."""
+"""Minimum mask comparisons in the mean of a flip rate, which covers the last tenth."""
 
 DEFAULT = "sparsity=tsrste"
 """Method if neither an override nor an experiment chooses one."""
@@ -57,7 +57,7 @@ class DecaySearch:
     interval: tuple[float, float]
     """Feasible μ."""
     steps: int
-    """Length of a segment; learning rates are those of the whole run."""
+    """Steps of each run; learning rates are those of the whole run."""
 
     def __post_init__(self) -> None:
         run, name = self.run, self.run.sparsity.name
@@ -184,7 +184,7 @@ def tune_decay(
         )
     dense, *cells = search.cells
     with Study("decay search", console) as study:
-        study.run([dense])  # alone: no ratio exists if its masks do not flip
+        study.run([dense])  # first and alone: without flips of its masks μ is undefined
         reference = _measure(search, dense)
         if not reference["flip_rate"]:
             raise ConfigError(
@@ -252,7 +252,7 @@ def verdict(mu: float, interval: tuple[float, float]) -> str:
 def why_none(
     ratios: dict[float, float], interval: tuple[float, float], failed: Sequence[float] = ()
 ) -> str:
-    """Return why no λ was chosen, and the grid to try; a run that diverged was too strong."""
+    """Return why no λ was chosen, and the grid to try; failed λ above all others are too large."""
     low, high = interval
     missed = f"no λ from {min(ratios):.3g} to {max(ratios):.3g} has μ in [{low:g}, {high:g}]"
     weak = [decay for decay, mu in ratios.items() if mu > high]
@@ -301,7 +301,7 @@ def _show(search: DecaySearch, result: dict[str, Any], console: Console) -> None
 
 
 def flip_rule(method: Method) -> str | None:
-    """Return the rule with which a dense run logs comparable flips; None: there is none."""
+    """Return the mask rule with which a dense run logs comparable flips, or None."""
     rule = type(method).mask
     if rule is Method.mask:
         return "magnitude"

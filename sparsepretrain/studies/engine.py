@@ -1,6 +1,6 @@
-"""Several runs as one table: each run in a child process, continued by the same call.
+"""Run several runs as one table, each in a child process; the same call continues a study.
 
-Processes share no state: the table is read from the records of the runs. A cell is an ordinary run
+Processes share no state: the parent reads the records of the runs. A cell is an ordinary run
 directory, so runs trained elsewhere count.
 """
 
@@ -34,7 +34,7 @@ GRACE_SECONDS = 5.0
 """Seconds that children have to end after a second interrupt."""
 
 ROWS = 30
-"""Most cells shown in full; larger tables show running and failed cells only."""
+"""Maximum cells shown; larger tables show running and failed cells only."""
 
 STOPPING = (
     "stopping: running cells save a checkpoint; press Ctrl-C again to end them without saving"
@@ -68,7 +68,7 @@ class StudyCell:
     then: Callable[[], Iterable[StudyCell]] = tuple
     """Cells that follow, requested once this one is finished."""
     state: Literal["waiting", "running", "finished", "partial", "stopped", "failed"] = "waiting"
-    """``partial``: the run reached ``stop_after``; ``stopped``: a signal ended it before."""
+    """``partial``: the run reached ``stop_after``; ``stopped``: a signal ended the run before."""
     exit_code: int = 0
     """Exit code of a failed cell; negative signal number if killed."""
     error: str = ""
@@ -124,7 +124,7 @@ class StudyCell:
         return partial(_train, self.run.plain, self.stop_after)
 
     def note(self) -> None:
-        """Record in the run directory that the cell failed, or no longer fails."""
+        """Record the failure of the cell in the run directory, or clear an earlier one."""
         directory, stage = self.stage_of or (self.directory, "train")
         if self.state == "failed" or directory.failures_file.exists():
             directory.note_failure(stage, self.exit_code, self.error)

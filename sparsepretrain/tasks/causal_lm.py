@@ -37,7 +37,7 @@ class CausalLM(WindowTask):
     def batch(self, split: str, step: int, positions: Sequence[int], size: int) -> Batch:
         """Return ``tokens`` and ``targets``, both (len(positions), sequence_length) int64.
 
-        Targets behind shorter windows of a held-out split are -1; ``padding`` counts them.
+        Shorter windows of a held-out split are padded with target -1; ``padding`` counts these.
         """
         import torch
 
@@ -45,7 +45,7 @@ class CausalLM(WindowTask):
         # contiguous: copies of strided views go through pageable memory
         batch: Batch = {"tokens": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()}
         if split != "train" and (padding := int((batch["targets"] < 0).sum())):
-            # any token will do: causal attention never looks at padding behind
+            # any valid token will do: causal attention does not see later positions
             batch |= {"tokens": batch["tokens"].clamp(min=0), "padding": padding}
         return batch
 

@@ -133,7 +133,7 @@ class Masking:
     def apply(
         self, rows: np.ndarray, seed: int, split: str, step: int, positions: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Mask the samples ``positions`` of the global batch of ``step``.
+        """Select and replace tokens of the samples ``positions`` in the global batch of ``step``.
 
         Args:
             rows: (len(positions), length) int64 tokens; not modified.

@@ -92,9 +92,9 @@ class Translation(Task):
             self._references[split] = lines = references(data, split)
             pairs = self._pairs[split]
             decoded = (self._codec.decode(pairs.target(row)[:-1]) for row in range(len(pairs)))
-            if other := sum(map(str.__ne__, lines, decoded)):
+            if differing := sum(map(str.__ne__, lines, decoded)):
                 warnings.warn(
-                    f"{other} of {len(lines)} references of {split} differ from their decoded "
+                    f"{differing} of {len(lines)} references of {split} differ from their decoded "
                     "tokens: BLEU compares translations with the original lines",
                     SparsePretrainWarning,
                     stacklevel=2,
@@ -192,7 +192,7 @@ class Translation(Task):
         return seen
 
     def generates(self, *, final: bool) -> bool:
-        """Return True if sentences are translated."""
+        """Return True if :meth:`observe` translates sentences."""
         return final and self.options.bleu
 
     def translate(self, model: nn.Module, source: Tensor, mask: Tensor) -> list[str]:
@@ -218,7 +218,7 @@ class Translation(Task):
         """
         observations = list(observations)
         result: dict[str, Any] = averages(observations)
-        # larger exponents overflow a float
+        # exp of more than 709 overflows a float
         result["perplexity"] = math.exp(min(result["nll"], 700.0))
         hypotheses = [line for seen in observations for line in seen.get("hypotheses", ())]
         if hypotheses:

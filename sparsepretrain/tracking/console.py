@@ -45,7 +45,7 @@ class Console:
         self._kind = ""
         self._first: tuple[int, float] | None = None
         self._printed = ("", 0.0)
-        self._sparse: tuple[int, float] | None = None  # at the last line
+        self._sparse: tuple[int, float] | None = None  # (step, sparse) of the last line
         self.unit = "tokens"
         """Unit that the task counts, in the plural."""
 
@@ -55,7 +55,7 @@ class Console:
         return cls(open(os.devnull, "w"), live=False)
 
     def info(self, line: str) -> None:
-        """Print a line; terminals wrap it between words unless it is a command."""
+        """Print a line; a terminal wraps lines between words, except commands."""
         self._rich.print(line, soft_wrap=self._is_soft(line))
 
     def warn(self, line: str) -> None:
@@ -137,24 +137,24 @@ class Console:
             total: number of steps of the run.
         """
         step = line["step"]
-        place = f"step {step}" if total is None else f"step {step:>{len(str(total))}}/{total}"
+        label = f"step {step}" if total is None else f"step {step:>{len(str(total))}}/{total}"
         if "split" in line:
             hidden = ("step", "split", "time", "tokens")
             values = [
                 f"{k} {significant(v)}" for k, v in line.items() if k not in hidden and _number(v)
             ]
-            self.info("  ".join([place, line["split"], *values]))
+            self.info("  ".join([label, line["split"], *values]))
             return
         left = self._seconds_left(line, total)
         text = describe(line, left, short=self.live, unit=self.unit)
         if "sparse" in line:
             before, self._sparse = self._sparse, (step, line["sparse"])
             if before is not None and before[0] < step and before[1] != line["sparse"]:
-                self.info(f"{place}  {switch(line)}")
+                self.info(f"{label}  {switch(line)}")
         if self.live:
-            self._draw_bar(place, step, total, text)
+            self._draw_bar(label, step, total, text)
         else:
-            self.info(f"{place}  {text}")
+            self.info(f"{label}  {text}")
 
     def stop(self) -> None:
         """Stop redrawing; later lines come below."""
@@ -163,7 +163,7 @@ class Console:
         self._view = self._first = None
 
     def _draw(self, kind: str, picture: Table) -> None:
-        """Show ``picture``, in place of the previous one of the same kind."""
+        """Show ``picture``; it replaces the previous one of the same kind."""
         if self._view is None or self._kind != kind:
             if self._view is not None:
                 self._view.stop()
@@ -171,11 +171,11 @@ class Console:
             self._view.start()
         self._view.update(picture)
 
-    def _draw_bar(self, place: str, done: int, total: int | None, text: str) -> None:
+    def _draw_bar(self, label: str, done: int, total: int | None, text: str) -> None:
         columns = Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True)
         grid = Table.grid(*columns, padding=(0, 1), expand=True)
-        grid.add_row(place, ProgressBar(total, done), text)
-        self._draw(place.partition(" ")[0], grid)
+        grid.add_row(label, ProgressBar(total, done), text)
+        self._draw(label.partition(" ")[0], grid)
 
     def _seconds_left(self, line: dict[str, Any], total: int | None) -> float | None:
         """Estimate from the speed since the first shown line, which excludes earlier processes."""
@@ -271,7 +271,7 @@ class _Sink:
             action(file)
         except (OSError, ValueError):
             self._file = None
-            # flushing the buffer at exit would fail again
+            # redirect the descriptor: flushing the buffer at exit would fail again
             with contextlib.suppress(OSError, ValueError):
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, file.fileno())

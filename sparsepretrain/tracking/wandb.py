@@ -37,7 +37,7 @@ class WeightsAndBiases:
     name: str = "W&B"
 
     def open(self) -> str | None:
-        # online without a reachable server becomes offline
+        # Without a reachable server, online mode falls back to offline.
         import wandb
 
         # without this, init prints the login
@@ -127,5 +127,5 @@ def _in_netrc(host: str) -> bool:
         known = netrc.netrc(next(filter(Path.is_file, paths), paths[0]))
     except (OSError, netrc.NetrcParseError):
         return False
-    # wandb also accepts the entry of its public server for that server's newer addresses
+    # wandb also accepts the entry of api.wandb.ai for newer addresses of its public server
     return any(known.authenticators(name) for name in (host, "api.wandb.ai"))

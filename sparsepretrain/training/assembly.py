@@ -1,4 +1,4 @@
-"""From a checked configuration to the objects of a run; the same steps for real and dry runs."""
+"""Build the objects of a run from a checked configuration, for real and dry runs alike."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from sparsepretrain.training.session import Session
 from sparsepretrain.training.world import World
 
 META = torch.device("meta")
-"""Shapes without memory."""
+"""Device of tensors with a shape but no memory."""
 
 HEADS = ("score", "classifier", "pre_classifier", "qa_outputs")
 """Top-level modules whose shape follows from the classes to predict."""
@@ -51,10 +51,10 @@ def build_session(
 
     Args:
         run: the checked configuration.
-        console: shows progress, and what initial weights are.
-        splits: of the data to open; None: those that training uses.
-        initial: what ``init.path`` names, if its weights are wanted; None: weights are drawn.
-        world: the processes that train together; None: this one alone.
+        console: shows progress and the source of initial weights.
+        splits: data splits to open; None: those that training uses.
+        initial: checkpoint of ``init.path`` to load; None: weights are drawn at random.
+        world: ranks that train together; None: only this process.
     """
     world = world or World.single(run.parallel.device)
     mode = compilation.mode_of(run, world.device)
@@ -63,7 +63,7 @@ def build_session(
     task.compiles_loss = compilation.compiles_loss(run, world.device)
     trains = splits is None
     device = world.device if trains else None
-    # wrong targets and widths are found before data is prepared and weights are drawn
+    # a meta model first: wrong targets or widths fail before data is prepared and weights drawn
     bare = build_model(task, META)
     inputs = layer_inputs(run, task, bare) if trains and run.backend != "emulate" else {}
     sparsify_model(run, task, bare, device)
@@ -71,19 +71,19 @@ def build_session(
         splits = ("train", "validation") if run.eval.batches != 0 else ("train",)
     task.open_data(splits, on_progress=console.progress)
     sharded = run.parallel.name == "fsdp" and world.size > 1
-    # what is sharded goes to the device block by block; one process draws weights for all
+    # Sharding moves the model to the device block by block; rank 0 draws the weights for all ranks.
     draws = world.is_main or not sharded
     model = build_model(task, (torch.device("cpu") if draws else META) if sharded else world.device)
     if getattr(run.parallel, "sync_batchnorm", False):
         model = synchronized(model, world)
-    # before sparsify, which freezes what comes from initial weights
+    # before sparsify_model, which computes frozen scales and masks from these weights
     loads = initial is not None and draws
     buffers = load_initial(initial, run, task, model, console) if initial and loads else {}
     initial_weights = weights_hash(model) if trains and draws else None
     if compute_dtype(run.precision) == torch.float64:
         model.double()
     sparsifier = sparsify_model(run, task, model, device)
-    sparsifier.steps.only_finite = True  # the guard sees to that
+    sparsifier.steps.only_finite = True  # the guard stops or skips other steps
     restore_method(sparsifier, buffers)
     if sharded:
         from sparsepretrain.training.shards import shard
@@ -95,8 +95,8 @@ def build_session(
     if run.activation_checkpointing:
         recompute_blocks(model)
     forward_model = compilation.compiled(model, mode)
-    each = run.batch.size // (run.batch.micro * world.size)
-    share = range(world.rank * each, (world.rank + 1) * each)
+    count = run.batch.size // (run.batch.micro * world.size)
+    share = range(world.rank * count, (world.rank + 1) * count)
     ema = None if run.ema is None else EMA(model, run.ema)
     session = Session(
         run=run,
@@ -119,7 +119,7 @@ def build_session(
         initial_weights=initial_weights,
     )
     if inputs:
-        sparsifier.choose_products(inputs, each)
+        sparsifier.choose_products(inputs, count)
     for name, options in run.probe.items():
         probe: Any = registry.get("probe", name)
         session.observers.append(probe(options, session))
@@ -148,7 +148,7 @@ def synchronized(model: nn.Module, world: World) -> nn.Module:
 
 
 def layer_inputs(run: Run, task: Task, model: nn.Module) -> dict[str, torch.Size]:
-    """Name of a module -> shape of its input in a micro-batch; ``model`` is on the meta device."""
+    """Return module -> input shape for a micro-batch; ``model`` is on the meta device."""
     shapes: dict[str, torch.Size] = {}
     hooks = []
     for name, module in model.named_modules():
@@ -174,9 +174,9 @@ def sparsify_model(
 
     Args:
         run: the checked configuration.
-        task: gives the names of its layers.
-        model: where it will train, or on the meta device.
-        device: where it will train; None: it will not.
+        task: provides the layer aliases of ``targets``.
+        model: dense model on its training device or on the meta device.
+        device: training device; None: the model will not be trained.
     """
     options: MethodOptions = run.sparsity
     formats = fp8_formats(run.precision)
@@ -231,11 +231,11 @@ def _grad_scaler(options: Options, device: torch.device) -> torch.amp.GradScaler
 def load_initial(
     source: WeightSource, run: Run, task: Task, model: nn.Module, console: Console
 ) -> State:
-    """Give ``model``, which is not sparse yet, the weights of a checkpoint.
+    """Load the weights of a checkpoint into ``model``, which is not sparse yet.
 
     Returns:
-        what :func:`restore_method` needs after ``sparsify``; empty unless the stored weights of a
-        run with the same function were loaded.
+        state for :func:`restore_method`, called after ``sparsify``; empty unless stored weights
+        were loaded from a run whose method computes the same function.
     """
     path = source.path
     if source.config is None:
@@ -269,10 +269,10 @@ def load_initial(
 
 
 def restore_method(sparsifier: Sparsifier, state: State) -> None:
-    """Restore what the method of a run keeps in addition to weights (frozen scales, masks).
+    """Restore the state that a run's method keeps besides weights (frozen scales, masks).
 
-    The function that the weights stand for is then kept. Counters start at 0, and the mask that
-    flips are counted from is the one of these weights.
+    The layers then compute the same function as in that run. Counters start at 0, and flips are
+    counted from the mask of these weights.
     """
     for name, layer in sparsifier.layers.items():
         own = {k: v for k, v in state.items() if k.startswith(f"{name}.sparsity")}
@@ -281,13 +281,13 @@ def restore_method(sparsifier: Sparsifier, state: State) -> None:
 
 
 def evaluated_model(source: WeightSource) -> tuple[Task, nn.Module, Sparsifier]:
-    """Return the model of a run's checkpoint, as it is evaluated, without data.
+    """Rebuild the evaluated model of a run's checkpoint, without data.
 
     Returns:
         the task; the model, sparse and in eval mode, on the CPU; its sparsifier, not attached.
     """
     assert source.config is not None and source.checkpoint is not None
-    if not registry.named_plugins:  # they replace the checkpoint's, whose files may lie elsewhere
+    if not registry.named_plugins:  # these replace the checkpoint's, whose files may have moved
         registry.require_imported(source.config.get("plugins"), source.path)
     try:
         run = validate({**source.config, "plugins": []})
@@ -317,12 +317,12 @@ def _copy(model: nn.Module, state: State, path: str, console: Console) -> None:
         if own[name].shape == value.shape:
             fitting[name] = value
         elif name.partition(".")[0] not in HEADS:
-            mine, theirs = tuple(own[name].shape), tuple(value.shape)
+            expected, got = tuple(own[name].shape), tuple(value.shape)
             raise CheckpointError(
-                f"{path} does not fit the model: {name} is {mine} here, {theirs} there"
+                f"{path} does not fit the model: {name}: expected shape {expected}, got {got}"
             )
     if not fitting:
-        raise CheckpointError(f"{path} does not fit the model: no weight has a name of its own")
+        raise CheckpointError(f"{path} does not fit the model: no weight name in common")
     model.load_state_dict(fitting, strict=False)
     _tell_new([name for name in own if name not in fitting], console)
     if unused := sorted({name.partition(".")[0] for name in state if name not in own}):

@@ -1,4 +1,4 @@
-"""Micro-batches in order, made ahead by worker processes where that is worth it."""
+"""Micro-batches in order, prefetched by worker processes if there are any."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparsepretrain.tasks import Batch, Task
 
 
 class Request(NamedTuple):
-    """Arguments of :meth:`Task.batch`: they determine a batch, whoever makes it."""
+    """Arguments of :meth:`Task.batch`; they give the same batch in every process."""
 
     split: str
     step: int
@@ -30,9 +30,9 @@ def stream(
 
     Args:
         task: with open data.
-        requests: may be endless; they are read a few batches ahead.
-        device: where the tensors go next; what workers make for a GPU is in pinned memory.
-        workers: processes that make batches; 0: this one, when a batch is asked for.
+        requests: batches to make, possibly without end; read a few batches ahead.
+        device: where the tensors go next; for a GPU, workers return pinned memory.
+        workers: number of processes that make batches; 0: this process, on demand.
     """
     if not workers:
         for request in requests:
@@ -45,7 +45,7 @@ def stream(
         num_workers=workers,
         worker_init_fn=_start_worker,
         pin_memory=device.type == "cuda",
-        # not with the fork server of a study: workers inherit what the task has opened
+        # also in a study, which uses a fork server: workers must inherit the open data
         multiprocessing_context="fork",
     )
     batches = iter(loader)
@@ -57,19 +57,17 @@ def stream(
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
-        raise DataError(
-            "a process that makes batches died (out of memory?): lower workers"
-        ) from error
+        raise DataError("workers: a worker process died (out of memory?): lower workers") from error
     finally:
-        del batches  # stops the workers now; with an error that holds this frame, at exit
+        del batches  # stop the workers now; a traceback would keep this frame until exit
 
 
 def training_requests(
     first: int, size: int, micro: int, share: range | None = None
 ) -> Iterator[Request]:
-    """Micro-batches of a run from step ``first`` on, without end.
+    """Yield the micro-batches of a run from step ``first`` on, without end.
 
-    ``share``: those of a step, as numbers within the global batch; None: all of them.
+    ``share``: indices of the micro-batches within the global batch; None: all.
     """
     for step in itertools.count(first):
         for number in range(size // micro) if share is None else share:
@@ -88,7 +86,7 @@ def split_requests(split: str, samples: int, micro: int, batches: int | None) ->
 
 
 class TrainingBatches:
-    """A share of the micro-batches of each step; steps that follow each other are made ahead.
+    """One rank's micro-batches of each step; consecutive steps are prefetched.
 
     Args:
         task: with open data.
@@ -109,7 +107,7 @@ class TrainingBatches:
         self._task, self._size, self._micro = task, size, micro
         self._device, self._workers = device, workers
         self.share = range(size // micro) if share is None else share
-        """Numbers of the micro-batches within the global batch."""
+        """Indices of the micro-batches within the global batch."""
         self._next = -1
         self._stream: Iterator[Batch] = iter(())
 
@@ -124,11 +122,11 @@ class TrainingBatches:
     def again(self, step: int) -> list[Batch]:
         """Make the micro-batches of a step again, in this process."""
         requests = training_requests(step, self._size, self._micro, self.share)
-        several = itertools.islice(requests, len(self.share))
-        return [self._task.batch(*request) for request in several]
+        one_step = itertools.islice(requests, len(self.share))
+        return [self._task.batch(*request) for request in one_step]
 
     def close(self) -> None:
-        """Stop the workers; the next :meth:`step` starts others."""
+        """Stop the workers; the next :meth:`step` starts new ones."""
         self._next, self._stream = -1, iter(())
 
 
@@ -146,7 +144,7 @@ class _Batches(Dataset[Any]):
 
 
 def _start_worker(index: int) -> None:
-    # the parent decides what signals mean; it stops its workers itself
+    # Ctrl-C reaches the whole process group, but only the parent handles it and stops its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -154,12 +152,12 @@ def _start_worker(index: int) -> None:
 def to_device(batch: Batch, device: torch.device, dtype: torch.dtype | None = None) -> Batch:
     """Move a batch to ``device``, without waiting for copies to a GPU.
 
-    ``dtype``: of what is floating-point; None: as it is.
+    ``dtype``: dtype for floating-point tensors; None: unchanged.
     """
 
     def moved(value: torch.Tensor) -> torch.Tensor:
         wanted = dtype if value.is_floating_point() else None
-        if device.type == "cuda" and not value.is_pinned():  # no worker has made it
+        if device.type == "cuda" and not value.is_pinned():  # else the copy would wait
             value = value.pin_memory()
         return value.to(device, wanted, non_blocking=True)
 

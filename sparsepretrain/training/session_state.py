@@ -16,14 +16,14 @@ from sparsepretrain.training.world import World
 COUNTERS = ("step", "tokens", "evaluated", "lines")
 """Integers of a session that a checkpoint keeps."""
 STORED = ("model", "optimizer", "ema")
-"""Parts of a checkpoint whose tensors are read when loaded; a shard reads only its rows."""
+"""Parts of a checkpoint that are mapped, not read: each rank then reads only its rows."""
 
 
 def state_dict(t: Session) -> dict[str, Any]:
     """Return the state for a bit-exact resume, as named parts.
 
     ``model``, ``optimizer`` and ``ema`` hold tensors by name; the other parts are plain values
-    or small tensors. Collective; of a sharded model each rank has its rows, and rank 0 all else.
+    or small tensors. Collective; ranks of a sharded model return their rows, rank 0 the rest too.
     """
     tensors, options = _optimizer_state(t.model, t.optimizer)
     parts: dict[str, Any] = {
@@ -80,7 +80,7 @@ def load_state_dict(t: Session, state: dict[str, Any], source: object = "the che
 
 
 def _own(t: Session, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return what this rank saves: of sharded tensors its rows, and on rank 0 the other tensors."""
+    """Return the tensors that this rank saves: rows of sharded ones; on rank 0 the others too."""
     if not t.is_sharded:
         return tensors
     own = {name: t.world.rows(tensor) for name, tensor in tensors.items()}
@@ -90,12 +90,12 @@ def _own(t: Session, tensors: dict[str, Tensor]) -> dict[str, Any]:
 def _parts(
     t: Session, whole: Mapping[str, Tensor | Stored], like: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the shards of this rank for tensors whose ``like`` is sharded, others whole."""
+    """Return this rank's shards of tensors whose ``like`` is sharded, and other tensors whole."""
     return {k: t.world.part(v, like[k]) if k in like else v[...] for k, v in whole.items()}
 
 
 def averages(state: dict[str, Any], model: nn.Module) -> tuple[Mapping[str, Tensor | Stored], int]:
-    """Return averaged weights of a checkpoint and the number of updates, or the model's own."""
+    """Return averaged weights and number of updates; without an EMA the model's weights and 0."""
     kept = state.get("ema")
     if kept is None:
         return {name: p.detach() for name, p in model.named_parameters()}, 0
@@ -129,6 +129,7 @@ def _load_optimizer(
     for word, stored in state["optimizer"].items():
         name, _, key = word.rpartition("|")
         value = world.part(stored, parameters[indices[name]])
+        # torch keeps this tensor, but the file of a memory map may be removed
         entries.setdefault(indices[name], {})[key] = value.clone()
     for word, plain in options.pop("values").items():
         name, _, key = word.rpartition("|")

@@ -68,7 +68,7 @@ def test_phase_switch_is_in_record_and_console(tiny, overrides, switches):
 
 def test_early_switch_of_step_warns_in_every_run(tiny, recwarn):
     overrides = ("sparsity=step", "sparsity.clipping=[0.2,0.4]")
-    for seed in (1, 2):  # not only in the first run of a process
+    for seed in (1, 2):  # Python's default filter shows a warning once per location
         lines = tiny.train(*overrides, f"seed={seed}").output.splitlines()
         (warning,) = [line for line in lines if line.startswith("warning: ")]
         assert "StepAdamW switched at step 3" in warning

@@ -1,7 +1,7 @@
-"""Exact reasoning about MVUE through its public draws: the whole law, moment by moment, in fp64.
+"""Exact distribution of MVUE samples, moment by moment, in fp64.
 
-The middle and both ends of every interval of the uniforms are fed, which fixes the length of each
-interval, that is the probability of each outcome, to 1e-12.
+The tests feed the middle and both ends of every interval of the uniforms. This fixes the length of
+each interval, which is the probability of its outcome, to 1e-12.
 """
 
 import itertools
@@ -19,7 +19,7 @@ PAIRS = list(itertools.permutations(range(4), 2))
 
 
 def mvue64(x, **options):
-    """The reference: other backends have no fp64 and are compared with its bits elsewhere."""
+    """Sample with the reference; others have no fp64 and are compared bit by bit elsewhere."""
     return kernels.mvue(x, backend="reference", **options)
 
 
@@ -29,7 +29,7 @@ def mvue(x, **options):
 
 
 def groups(count=2000, seed=0):
-    """No zeros; a third over six orders of magnitude, so that one entry often dominates."""
+    """Groups without zeros; a third spans six orders of magnitude: one entry often dominates."""
     x = torch.randn(count, 4, generator=generator(seed), dtype=torch.float64)
     x[1::3] *= 10.0 ** (6 * torch.rand(x[1::3].shape, generator=generator(1)).double() - 3)
     x[5::7] = x[5::7].sign()
@@ -44,7 +44,7 @@ def intervals(weights):
 
 
 def corners(start, end):
-    """Just inside both ends, and the middle; an empty part has no inside."""
+    """Points just inside both ends, and the middle; all equal in an empty interval."""
     inset = torch.minimum(torch.full_like(start, INSET), (end - start) / 4)
     return start + inset, (start + end) / 2, end - inset
 
@@ -86,7 +86,7 @@ def test_approximate_law_is_unbiased_on_every_interval():
 
 
 def exact_inclusion(a):
-    """p of least variance: 2a/S, or 1 for an entry that outweighs the others and a/R for those."""
+    """p of least variance: 2a/S; if one entry exceeds the sum R of the others, 1 and a/R."""
     k = a.argmax(1, keepdim=True)
     rest = a.scatter(1, k, 0).sum(1, keepdim=True)
     share = torch.where(a.gather(1, k) > rest, rest, a.sum(1, keepdim=True) / 2)
@@ -111,7 +111,7 @@ def test_exact_law_is_unbiased_on_every_interval():
         assert torch.equal((estimates[0] != 0)[wide], (hit[0] | hit[1])[wide])
         mean += (end - start)[:, None] * estimates[1]
         mass += (end - start)[:, None] * (estimates[1] != 0)
-    # intervals below 1e-9 are too narrow to be told apart; they weigh at most that
+    # intervals below 1e-9 are too narrow to resolve; groups with one are left out
     scale = x.abs().amax(1, keepdim=True)
     clear = ((cuts.diff(dim=1) > 1e-9) | (cuts.diff(dim=1) < 1e-15)).all(1)
     assert clear.float().mean() > 0.9

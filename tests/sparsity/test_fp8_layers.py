@@ -44,7 +44,7 @@ FORMATS = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 573
 
 
 def rounded(x, format):
-    """Written out anew: per-tensor current scaling, nearest even, back to fp32."""
+    """Independent implementation: per-tensor current scaling, nearest even, back to fp32."""
     dtype, largest = FORMATS[format]
     scale = largest / x.float().abs().max()
     return (x.float() * scale).clamp(-largest, largest).to(dtype).float() / scale
@@ -88,7 +88,7 @@ class Convolved(nn.Module):
 @both_recipes
 @pytest.mark.parametrize("kind", ["linear", "convolution"])
 def test_operands_have_the_formats_of_the_recipe(method, options, precision, kind):
-    """Every product equals the fp32 product of operands that are pruned first, rounded last."""
+    """Every matmul equals the fp32 matmul of operands that are pruned first, rounded last."""
     linear = kind == "linear"
     if not linear and (method, options) not in CONVOLVED:
         return
@@ -180,7 +180,7 @@ def test_weights_are_quantized_once_per_step(precision, monkeypatch):
     monkeypatch.setattr(Products, "prepare", counted)
     sparsifier.store_operands()
     train(model, optimizer, 0, 3, micro=2)
-    assert len(calls) == 2 * (1 + 3), "two layers, three steps, whatever the micro-batches"
+    assert len(calls) == 2 * (1 + 3), "once per layer and step, for any number of micro-batches"
     assert (calls[0].B is not None) == (precision is REFERENCE)
     assert calls[-1].A.data.data_ptr() == calls[1].A.data.data_ptr(), "in the same memory"
 
@@ -216,7 +216,7 @@ def test_extreme_gradients_stay_finite(precision, value):
 
 @both_recipes
 def test_loss_scale_does_not_change_gradients(precision):
-    """Power-of-two scales change nothing: current scaling takes them out again."""
+    """Power-of-two scales change nothing: current scaling cancels them."""
     results = []
     for scale in (1.0, 2.0**20):
         model, _, _ = build("srste", precision, dtype=torch.float32)
@@ -293,8 +293,8 @@ def test_compiled_block_is_one_graph_and_equals_eager(
             optimizer.zero_grad()
         results.append(last)
     for name, expected in results[0].items():
-        # the last bit of bf16, or of an fp8 value next to a tie, may differ between two graphs: in
-        # bf16 by 0.4 to 2.3 % of this gradient, over four seeds with and without sdgp's epsilon
+        # Two graphs may differ in the last bit of bf16, or of an fp8 value next to a tie. In bf16
+        # the gradients differed by 0.4 to 2.3 %: four seeds, with and without sdgp's epsilon.
         error = (results[1][name] - expected).norm() / expected.norm()
         assert error < (1e-5 if dtype is None else 4e-2), name
     assert counter.frame_count == 1

@@ -29,7 +29,7 @@ class Options(SourceOptions):
     def problems(self) -> Problems:
         yield from SourceOptions.problems(self)
         if self.validation + self.test >= SMALLEST_CLASS:
-            yield "test", f"must leave some of {SMALLEST_CLASS} images of a digit for training"
+            yield "test", f"and validation must sum to less than {SMALLEST_CLASS} images per digit"
 
 
 @register("source", "digits")
@@ -41,7 +41,7 @@ class Digits(PixelSource):
     shape = (8, 8, 1)
 
     def state(self) -> list[Any]:
-        """Return nothing: the images of the package have not changed since 1998."""
+        """Return an empty list: the images have not changed since 1998."""
         return []
 
     def shards(self) -> list[Shard]:

@@ -46,7 +46,7 @@ class Function:
 class PythonQA(PythonSource):
     """Questions about one of the two short functions in a context.
 
-    Half of the well-formed answers are wrong, so the model must match the name.
+    Both functions give a well-formed answer, so the model must match the name.
     """
 
     Options: ClassVar[type[SourceOptions]] = Options
@@ -94,7 +94,7 @@ def functions(source: str) -> Iterator[Function]:
     """Yield the functions of a file, outer ones first; nothing if it does not parse."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes in other people's strings
+            warnings.simplefilter("ignore")  # invalid escapes in the files read
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return
@@ -122,5 +122,6 @@ def _returned(value: ast.expr, lines: list[str], source: str) -> tuple[str, int]
         return None
     line = lines[value.lineno - 1].encode()  # columns count bytes
     expression = line[value.col_offset : value.end_col_offset].decode()
-    place = source.rfind(f"return {expression}")
-    return (expression, place + len("return ")) if place >= 0 else None
+    # search: dedenting has moved the columns that ast counted
+    start = source.rfind(f"return {expression}")
+    return (expression, start + len("return ")) if start >= 0 else None

@@ -107,7 +107,7 @@ def store_groups(x, row, element, mask, values):
 
 @triton.jit
 def load_groups4(x, row_start, start, row_mask, n_groups, TILE: tl.constexpr):
-    """Load the four positions of groups as four fp32 (rows, groups) tiles, zeros outside.
+    """Load the four positions of groups as four fp32 (rows, groups) tiles, zeros out of bounds.
 
     ``row_start`` holds the offsets of the rows. Contiguous groups take one vectorized load that is
     split in registers, strided groups four loads that coalesce over rows.
@@ -177,6 +177,7 @@ def store_packed_mask(
         byte_mask = (row < n_rows)[:, None] & (byte * 2 < n_groups)[None, :]
         tl.store(ptrs, (low | (high << 4)).to(tl.uint8), byte_mask)
     else:
+        # min over eight equal values: Triton cannot index a tensor
         byte = tl.min(tl.reshape(row // 8, (TILE.ROWS // 8, 8)), 1)
         row_bytes = (n_rows + 7) // 8
         bit = (row % 8).to(tl.int32)[:, None]

@@ -1,4 +1,4 @@
-"""Activation sparsity: two of every four activations, the weight stays dense."""
+"""Activation sparsity: two of every four activations are kept; weights stay dense."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Act24Options(MethodOptions):
     """Options of activation sparsity; n:m is the pattern of the activations."""
 
     targets: str | list[str] = "ffn_out"
-    """Layers: those whose input is sparse anyway, behind a squared ReLU."""
+    """Layers to prune; default: those behind the activation, a squared ReLU in the paper."""
     fprop: Literal["in", "none"] = "in"
     """Axis along which the input of fprop is pruned: in_features."""
     wgrad: Literal["tokens", "none"] = "tokens"
@@ -33,7 +33,7 @@ class Act24Options(MethodOptions):
 class Act24(Method):
     """Y = N:M(X)·Wᵀ, dW = Gᵀ·N:M(X): the largest activations of every group are kept.
 
-    Demonstrates products that see a pruned input, as in Haziza et al., arXiv:2503.16672 (squared
+    Demonstrates matmuls with a pruned input, as in Haziza et al., arXiv:2503.16672 (squared
     ReLU, FFN of a transformer). It reproduces no paper: the published recipe also permutes tokens,
     keeps the densest 5 % of the features dense and prunes dX. Evaluation sees all activations, as a
     densified model does. Linear layers only.

@@ -1,4 +1,4 @@
-"""MDGF: pruned weights fade out, instead of vanishing at once."""
+"""MDGF: pruned weights decay to zero instead of being masked at once."""
 
 from __future__ import annotations
 
@@ -55,13 +55,15 @@ class MDGF(STE):
         start = self.schedule.start
         if start == self._until or (isinstance(step, int) and step >= self._until):
             return 0.0
+        # Only metrics() asks before the start: a graph with stage 1 has start ≤ step < until. It
+        # computes in fp64, as Python does.
         done = step - start
         done = max(done, 0) if isinstance(step, int) else done.double()
-        part = done / (self._until - start)
+        fraction = done / (self._until - start)
         if self.options.shape == "linear":
-            return 1 - part
-        left = -self.options.rate * part
-        return math.exp(left) if isinstance(step, int) else left.exp()
+            return 1 - fraction
+        exponent = -self.options.rate * fraction
+        return math.exp(exponent) if isinstance(step, int) else exponent.exp()
 
     def metrics(self) -> dict[str, float]:
         return {"mask_decay": self.factor(self.schedule.step)}
