@@ -35,6 +35,25 @@ class Decay(Warmup):
 
 
 @dataclass(slots=True, kw_only=True)
+class StableDecay(Warmup):
+    """Linear warm-up, a stable phase at the peak, then decay to a floor (WSD, arXiv:2404.06395)."""
+
+    name: Literal["wsd"]  # type: ignore[assignment]
+    decay: Annotated[float, "(0, 1]"]
+    """Fraction of the run in which the learning rate decays."""
+    shape: Literal["linear", "sqrt"]
+    """Of the decay at fraction p: 1 - p, or 1 - √p (arXiv:2405.18392)."""
+    end: Annotated[float, "[0, 1]"]
+    """Learning rate after the last step, as a fraction of the peak."""
+
+    def problems(self) -> Problems:
+        yield from Warmup.problems(self)
+        if self.warmup < 1 < self.warmup + self.decay:
+            total = self.warmup + self.decay
+            yield "decay", f"and schedule.warmup must sum to at most 1, got {total:g}"
+
+
+@dataclass(slots=True, kw_only=True)
 class Triangle:
     """Linear increase to the peak learning rate, then linear decrease to zero at the last step."""
 
@@ -176,7 +195,7 @@ class Tracker:
 GROUPS: dict[str, dict[str, type]] = {
     group: {name: cls for cls in classes for name in get_args(get_type_hints(cls)["name"])}
     for group, classes in {
-        "schedule": (Decay, Warmup, Triangle),
+        "schedule": (Decay, Warmup, StableDecay, Triangle),
         "precision": (Precision, SinglePrecision, ScaledPrecision, SimulatedFP8, TensorCoreFP8),
         "parallel": (Parallel, DataParallel, FullySharded),
     }.items()

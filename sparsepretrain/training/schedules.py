@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from sparsepretrain.config.groups import Decay, Triangle, Warmup
+from sparsepretrain.config.groups import Decay, StableDecay, Triangle, Warmup
 from sparsepretrain.config.schema import MOST_STEPS, Run
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.tasks import build_task
 
-Schedule = Decay | Warmup | Triangle
+Schedule = Decay | Warmup | StableDecay | Triangle
 
 
 def resolve_steps(run: Run) -> Run:
@@ -38,7 +38,8 @@ def learning_rate(schedule: Schedule, peak: float, step: int, steps: int) -> flo
 
     Warm-up is linear and reaches the peak at update ``warmup`` + 1; with ``start=0`` the first
     update has rate 0 (nanoGPT until 2024, on which S-STE and T-SR-STE build). Decays reach
-    ``end`` times the peak at ``steps``, a triangle reaches zero there.
+    ``end`` times the peak at ``steps``, a triangle reaches zero there. The stable phase of ``wsd``
+    does not depend on ``steps``, so a longer run can continue it.
 
     Args:
         schedule: the group ``schedule``.
@@ -57,9 +58,18 @@ def learning_rate(schedule: Schedule, peak: float, step: int, steps: int) -> flo
         return peak
     if schedule.name == "inverse_sqrt":
         return peak * math.sqrt(max(warmup, 1) / max(step, 1)) if step else peak
-    assert isinstance(schedule, Decay)
-    progress = (step - warmup) / max(steps - warmup, 1)
-    left = 1 - progress if schedule.name == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    assert isinstance(schedule, Decay | StableDecay)
+    begin, shape = warmup, schedule.name
+    if isinstance(schedule, StableDecay):
+        begin, shape = max(warmup, steps - int(schedule.decay * steps + 0.5)), schedule.shape
+    if step < begin:
+        return peak
+    progress = (step - begin) / max(steps - begin, 1)
+    left = {
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+        "linear": 1 - progress,
+        "sqrt": 1 - math.sqrt(progress),
+    }[shape]
     floor = peak * schedule.end
     return floor + (peak - floor) * left
 

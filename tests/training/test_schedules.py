@@ -7,18 +7,20 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_runs import assert_same_run
 
 from sparsepretrain import config
-from sparsepretrain.config.groups import Decay, Triangle, Warmup
+from sparsepretrain.config.groups import Decay, StableDecay, Triangle, Warmup
 from sparsepretrain.training.schedules import learning_rate, warmup_steps
 
 COSINE = Decay(name="cosine", warmup=9, start=None, end=0.1)
 LINEAR = Decay(name="linear", warmup=9, start=None, end=0.1)
 ROOT = Warmup(name="inverse_sqrt", warmup=9, start=None)
 CONSTANT = Warmup(name="constant", warmup=9, start=None)
+STABLE = StableDecay(name="wsd", warmup=9, start=None, decay=0.25, shape="linear", end=0.1)
 
 
-@pytest.mark.parametrize("schedule", [COSINE, LINEAR, ROOT, CONSTANT], ids=lambda s: s.name)
+@pytest.mark.parametrize("schedule", [COSINE, LINEAR, ROOT, CONSTANT, STABLE], ids=lambda s: s.name)
 def test_warm_up_is_linear_and_ends_at_the_peak(schedule):
     rates = [learning_rate(schedule, 1.0, step, 109) for step in range(10)]
     assert rates == pytest.approx([(i + 1) / 10 for i in range(10)], abs=1e-15)
@@ -103,3 +105,36 @@ def test_triangle_rises_to_the_peak_and_falls(start, peak, steps):
     assert all(a >= b - 1e-12 for a, b in pairwise(falling))
     assert not rising or rising[0] == start
     assert peak == 1 or rates[-1] == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "rates"),
+    [
+        ("linear", [1.0, 1.0, 0.775, 0.55, 0.1]),
+        ("sqrt", [1.0, 1.0, 0.55, 0.1 + 0.9 * (1 - 0.5**0.5), 0.1]),
+    ],
+)
+def test_stable_phase_ends_where_the_decay_begins(shape, rates):
+    """The decay takes the last 50 of 200 steps: these are 0, 25 and 50 % of it, and its end."""
+    schedule = replace(STABLE, shape=shape)
+    steps = [9, 150, 162.5, 175, 200]
+    found = [learning_rate(schedule, 1.0, step, 200) for step in steps]
+    assert found == pytest.approx(rates, abs=1e-15)
+
+
+def test_a_warm_up_and_decay_longer_than_the_run_are_refused():
+    problems = dict(replace(STABLE, warmup=0.8).problems())
+    assert list(problems) == ["decay"]
+
+
+@pytest.mark.parametrize("method", ["sste", "step"])
+def test_a_longer_run_continues_the_stable_phase_exactly(tiny, method):
+    shared = ["schedule=wsd", "schedule.decay=0.5", "checkpoint.keep_last=9", f"sparsity={method}"]
+    if method == "step":
+        shared += ["sparsity.clipping=[null,null]", "sparsity.window_length=2"]
+    short = tiny.train(*shared, "steps=8")
+    stable = short.directory / "checkpoints" / "step_00000004"
+    longer = tiny.train(*shared, "steps=16", f"resume={stable}")
+    whole = tiny.train(*shared, "steps=16", "name=whole")
+    assert [short.code, longer.code, whole.code] == [0, 0, 0]
+    assert_same_run(longer.directory, whole.directory)
