@@ -37,20 +37,29 @@ def build_optimizer(
         special: may return an optimizer that replaces the configured one.
     """
     exempt = set(getattr(model, "no_weight_decay", set)())
+    kind: Any = registry.get("optimizer", options.name)
+    matrices: set[Any] = set()
+    if getattr(kind, "separates_matrices", False):
+        from sparsepretrain.optim._muon_adamw import block_matrices
+
+        matrices = block_matrices(model)
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
+    separate: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            is_exempt = parameter.dim() < 2 or name in exempt
-            (others if is_exempt else decayed).append(parameter)
+        if parameter in matrices and parameter.requires_grad:
+            separate.append(parameter)
+        elif parameter.requires_grad:
+            exempted = parameter.dim() < 2 or name in exempt
+            (others if exempted else decayed).append(parameter)
     groups: list[dict[str, Any]] = [
+        {"params": separate, "weight_decay": options.weight_decay, "matrices": True},
         {"params": decayed, "weight_decay": options.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
     groups = [g for g in groups if g["params"]]
     if special is not None and (optimizer := special(groups, options)) is not None:
         return optimizer
-    kind: Any = registry.get("optimizer", options.name)
     return kind.build(groups, options)
 
 

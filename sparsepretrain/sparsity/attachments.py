@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from sparsepretrain.errors import SparsePretrainWarning
+from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 
 if TYPE_CHECKING:
     from sparsepretrain.sparsity.model_state import ModelState
@@ -83,6 +83,16 @@ def warn_if_frozen_changed(layer: Any) -> None:
 def forget_frozen(layer: Any) -> None:
     """Accept the present frozen weight: a state dict was loaded."""
     _frozen_values.pop(layer, None)
+
+
+def unwrapped(optimizer: Any) -> Optimizer:
+    """Return the torch optimizer inside wrappers."""
+    while not isinstance(optimizer, Optimizer) or hasattr(optimizer, "optimizer"):
+        kind, outer = type(optimizer).__name__, optimizer
+        optimizer = getattr(outer, "optimizer", None)
+        if optimizer is None or optimizer is outer:
+            raise ConfigError(f"attach needs a torch optimizer, got {kind}")
+    return optimizer
 
 
 def attached_optimizer(state: ModelState) -> Optimizer | None:

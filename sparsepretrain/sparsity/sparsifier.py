@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.sparsity import attachments
@@ -79,16 +78,20 @@ class Sparsifier:
         """True if the next step trains with N:M operands."""
         return bool(self.method.phase.row.sparse)
 
-    def attach(self, optimizer: Any) -> None:
-        """Register hooks on the step of ``optimizer``.
+    def attach(self, optimizer: Any, *others: Any) -> None:
+        """Register hooks on the step of the optimizer that holds the sparse weights.
 
         Before a step they change gradients (J); after it they update counters, masks and operands,
         and count flips. Wrappers that expose ``.optimizer`` (Accelerate, Lightning) are unwrapped.
         The masks at this moment are the reference of the first flip rate.
 
+        Args:
+            optimizer, others: the optimizers of the model, such as Muon and AdamW, in any order.
+
         Raises:
-            ConfigError: already attached, not an optimizer, a sparse weight is missing, or the
-                model was sharded without :meth:`prepare_sharding`, or prepared and not sharded.
+            ConfigError: already attached, not an optimizer, a sparse weight is missing, sparse
+                weights are in two optimizers, or the model was sharded without
+                :meth:`prepare_sharding`, or prepared and not sharded.
         """
         self._require_sparse()
         if attachments.attached_optimizer(self._state):
@@ -97,12 +100,12 @@ class Sparsifier:
             self._bind_shards()
         else:
             refuse_sharded(self.layers)
-        while not isinstance(optimizer, Optimizer) or hasattr(optimizer, "optimizer"):
-            kind, outer = type(optimizer).__name__, optimizer
-            optimizer = getattr(outer, "optimizer", None)
-            if optimizer is None or optimizer is outer:
-                raise ConfigError(f"attach needs a torch optimizer, got {kind}")
-        held = {id(p) for g in optimizer.param_groups for p in g["params"]}
+        holders = {
+            id(parameter): one
+            for one in map(attachments.unwrapped, (optimizer, *others))
+            for group in one.param_groups
+            for parameter in group["params"]
+        }
         weights = {name: layer.weight for name, layer in self.layers.items()}
         own = {
             f"{name}.sparsity.{key}": parameter
@@ -110,18 +113,23 @@ class Sparsifier:
             for key, parameter in layer.sparsity.named_parameters()
         }
         trained = (weights | own).items()
-        missing = [name for name, p in trained if p.requires_grad and id(p) not in held]
+        missing = [name for name, p in trained if p.requires_grad and id(p) not in holders]
         if missing:
             late = ": build the optimizer after sparsify" * (set(missing) <= set(own))
             if self._rows.is_sharded:
                 late = ": build the optimizer after fully_shard"
             text = f"sparse weights missing in the optimizer: {', '.join(missing)}"
             raise ConfigError(text + late)
-        if (mark := getattr(optimizer, "mark_sparse", None)) is not None:
+        found = {holders[id(p)]: None for p in weights.values() if id(p) in holders}
+        if len(found) > 1:
+            kinds = ", ".join(type(one).__name__ for one in found)
+            raise ConfigError(f"sparse weights are in {kinds}: put all of them into one optimizer")
+        hooked = next(iter(found), None) or attachments.unwrapped(optimizer)
+        if (mark := getattr(hooked, "mark_sparse", None)) is not None:
             mark(weights.values())
-        self.method.read_optimizer(optimizer)
+        self.method.read_optimizer(hooked)
         self._state.write()
-        attachments.attach(self._state, optimizer, self.steps.before, self.steps.after)
+        attachments.attach(self._state, hooked, self.steps.before, self.steps.after)
         self._state.baseline_due = self.completed_steps == 0
         self.steps.take_baseline()
 

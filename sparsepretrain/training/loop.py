@@ -79,7 +79,7 @@ def train_step(t: Session) -> Step:
         t.model.train()
     lr = learning_rate(run.schedule, run.optim.lr, t.step, run.steps)
     for group in t.optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_scale", 1.0)
     for observer in t.observers:
         observer.before_step(t)
     started = time.perf_counter()

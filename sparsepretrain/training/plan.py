@@ -289,25 +289,33 @@ def bytes_per_entry(run: Run, method: Method) -> tuple[BytesPerEntry, BytesPerEn
 
     Both have 4 bytes of weight, 4 of gradient and the moments. A(W) is stored where it is not W
     itself, B(W) where it is not A(W), each in the dtype of the matmuls. Masks that some methods
-    keep beside the counted one (1/8 byte each) are left out: less than 1 % of the sum.
+    keep beside the counted one (1/8 byte each) are left out: less than 1 % of the sum. With Muon
+    dense weights count as those of AdamW, also in blocks.
     """
     width, fp8 = compute_dtype(run.precision).itemsize, isinstance(run.precision, SimulatedFP8)
     cast = width if width < 4 else 0
-    each = 4, 4, moments(run, method)
+    in_block, elsewhere = moments(run, method)
     stored = (method.sparse_row.A != W or fp8) + method.sparse_row.has_two_weights
     operands = stored * (1 if fp8 else width) if stored else cast
-    return BytesPerEntry(*each, operands, 1 / 8), BytesPerEntry(*each, cast)
+    sparse = BytesPerEntry(4, 4, in_block, operands, 1 / 8)
+    return sparse, BytesPerEntry(4, 4, elsewhere, cast)
 
 
-def moments(run: Run, method: Method) -> float:
-    """Bytes that the optimizer keeps per entry of a weight, from a step with a small one."""
-    layer = nn.Linear(64, 64, bias=False)
-    optimizer = build_optimizer(layer, run.optim, method.build_optimizer)
-    layer.weight.grad = torch.zeros_like(layer.weight)
+def moments(run: Run, method: Method) -> tuple[float, float]:
+    """Bytes that the optimizer keeps per entry of a weight in a block, and of another weight."""
+    weights = nn.ModuleDict({"block": nn.Sequential(nn.Linear(64, 64)), "other": nn.Linear(64, 64)})
+    optimizer = build_optimizer(weights, run.optim, method.build_optimizer)
+    for parameter in weights.parameters():
+        parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    state = optimizer.state[layer.weight].values()
-    found = [value.nbytes for value in state if isinstance(value, Tensor) and value.dim()]
-    return sum(found) / layer.weight.numel()
+
+    def size_of(weight: Tensor) -> float:
+        state = optimizer.state[weight].values()
+        found = [value.nbytes for value in state if isinstance(value, Tensor) and value.dim()]
+        return sum(found) / weight.numel()
+
+    found = [p for p in weights.parameters() if p.dim() == 2]
+    return size_of(found[0]), size_of(found[1])
 
 
 def require_a_sparse_step(run: Run) -> None:

@@ -42,8 +42,8 @@ def test_two_wrong_letters_still_get_a_suggestion(data):
     ("overrides", "expected"),
     [
         ("precision.recipe=hybrid", "'precision.recipe' (belongs to precision=fp8_sim|fp8)"),
-        ("optim.momentum=0.9", "'optim.momentum' (belongs to optim=sgd)"),
-        ("optim=sgd optim.betas=[0,0]", "'optim.betas' (belongs to optim=adamw|lion)"),
+        ("optim.momentum=0.9", "'optim.momentum' (belongs to optim=muon|sgd)"),
+        ("optim=sgd optim.betas=[0,0]", "'optim.betas' (belongs to optim=adamw|lion|muon)"),
         ("schedule=constant schedule.end=0", "(belongs to schedule=cosine|linear|wsd)"),
         ("sparsity.clipping=[0,1]", "'sparsity.clipping' (belongs to sparsity=step)"),
         ("sparsity=ste sparsity.refresh=4", "(belongs to sparsity=dense|tsrste)"),
