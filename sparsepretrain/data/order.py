@@ -15,6 +15,8 @@ import numpy as np
 from sparsepretrain.data.tokens import TokenData
 from sparsepretrain.errors import DataError
 
+SEARCHED = 1 << 24
+"""Tokens in which the ends of documents are searched at a time."""
 MULTIPLE = 4
 """Padded lengths are multiples of this: groups of four tokens (MVUE) stay within a sentence."""
 
@@ -97,6 +99,40 @@ class Windows:
         return offset + np.argsort(words[1:], kind="stable") * self._length
 
 
+class Documents:
+    """Documents, each cut or padded to ``length`` tokens; an epoch visits each one once.
+
+    A document ends with its end-of-text token; those with fewer than two tokens are left out.
+    """
+
+    def __init__(self, tokens: np.ndarray, end: int, length: int, seed: int) -> None:
+        """Find the documents of ``tokens``; see :func:`windows`."""
+        self._tokens, self._length = tokens, length
+        # in parts: the comparison of a whole memory map would take as much memory as a large file
+        parts = range(0, len(tokens), SEARCHED)
+        found = [np.flatnonzero(tokens[i : i + SEARCHED] == end) + (i + 1) for i in parts]
+        bounds = np.unique(np.concatenate([[0], *found, [len(tokens)]]))
+        whole = np.diff(bounds) > 1
+        self._starts, self._stops = bounds[:-1][whole], bounds[1:][whole]
+        self.count = len(self._starts)
+        """Documents per epoch."""
+        self._order = Shuffle(self.count, seed)
+
+    def batch(self, step: int, positions: Sequence[int] | np.ndarray, size: int) -> np.ndarray:
+        """Return the samples ``positions``, each in [0, size), of the global batch of ``step``.
+
+        Returns:
+            int64 of shape (len(positions), length + 1); -1 after a document and in the last column,
+            since the last token of a cut document has no target.
+        """
+        rows = np.full((len(positions), self._length + 1), -1, dtype=np.int64)
+        for row, sample in zip(rows, self._order.samples(step, list(positions), size), strict=True):
+            start = self._starts[sample.item]
+            stop = min(self._stops[sample.item], start + self._length)
+            row[: stop - start] = self._tokens[start:stop]
+        return rows
+
+
 def windows(
     data: TokenData,
     split: str,
@@ -105,8 +141,9 @@ def windows(
     *,
     replacement: bool = False,
     complete: bool = False,
-) -> Windows:
-    """Return the windows of one split.
+    documents: bool = False,
+) -> Windows | Documents:
+    """Return the windows, or the documents, of one split.
 
     Args:
         data: prepared data.
@@ -116,13 +153,24 @@ def windows(
         replacement: draw each window independently and from any start, as nanoGPT does.
         complete: repeat the first epoch, followed by shorter windows of the remaining tokens: each
             token except the first is the target of one window.
+        documents: return :class:`Documents` instead.
 
     Raises:
-        DataError: the split has no window of ``length + 1`` tokens.
+        DataError: the split has no window of ``length + 1`` tokens, or no documents.
     """
     if split not in data.tokens:
         raise DataError(f"{data.name} has no {split} split (it has {', '.join(data.tokens)})")
     tokens = data.tokens[split]
+    if documents:
+        if data.end_of_text is None:
+            raise DataError(
+                f"task.documents: the tokenizer of {data.name} has no end-of-text token, which "
+                "separates documents; choose another data.tokenizer, or task.documents=false"
+            )
+        found = Documents(tokens, data.end_of_text, length, seed)
+        if not found.count:
+            raise DataError(f"task.documents: the {split} split of {data.name} has no documents")
+        return found
     if len(tokens) <= length:
         raise DataError(
             f"{data.directory / split}.bin has {len(tokens)} tokens, but a sequence of "

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 class WindowTask(Task):
     """Task on windows of ``options.sequence_length`` tokens of packed documents.
 
-    With ``options.replacement`` each training window is drawn independently, from any start.
+    With ``options.replacement`` each training window is drawn independently, from any start. With
+    ``options.documents`` a sample is one document, cut or padded.
     """
 
     kind = "text"
@@ -47,6 +48,7 @@ class WindowTask(Task):
                 self.order_seed(split),
                 replacement=replacement and split == "train",
                 complete=self.complete and split != "train",
+                documents=getattr(self.options, "documents", False),
             )
             for split in splits
         }

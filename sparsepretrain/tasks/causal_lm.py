@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, cross_entropy
 from sparsepretrain.tasks._bases import WindowTask
@@ -22,13 +23,19 @@ class CausalLMOptions:
     name: Literal["causal_lm"]
     sequence_length: Annotated[int, "> 0"]
     replacement: bool
+    documents: bool
+
+    def problems(self) -> Problems:
+        if self.replacement and self.documents:
+            yield "replacement", "must be false with task.documents=true, got true"
 
 
 @register("task", "causal_lm")
 class CausalLM(WindowTask):
     """Next-token prediction at every position of windows of ``sequence_length`` tokens.
 
-    A full evaluation predicts each token of a split once, except the first.
+    A full evaluation predicts each token of a split once, except the first. With ``documents`` a
+    sample is the beginning of one document, and a full evaluation has every document once.
     """
 
     Options = CausalLMOptions
@@ -37,14 +44,15 @@ class CausalLM(WindowTask):
     def batch(self, split: str, step: int, positions: Sequence[int], size: int) -> Batch:
         """Return ``tokens`` and ``targets``, both (len(positions), sequence_length) int64.
 
-        Shorter windows of a held-out split are padded with target -1; ``padding`` counts these.
+        Documents and shorter windows are padded with target -1; ``padding`` counts these.
         """
         import torch
 
         rows = torch.from_numpy(self._windows[split].batch(step, positions, size))
         # contiguous: copies of strided views go through pageable memory
         batch: Batch = {"tokens": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()}
-        if split != "train" and (padding := int((batch["targets"] < 0).sum())):
+        padded = self.options.documents or split != "train"
+        if padded and (padding := int((batch["targets"] < 0).sum())):
             # any valid token will do: causal attention does not see later positions
             batch |= {"tokens": batch["tokens"].clamp(min=0), "padding": padding}
         return batch

@@ -107,3 +107,39 @@ def test_complete_evaluation_predicts_every_token_once(length, extra, seed, size
     assert (rows[: ordinary.count] == ordinary.batch(0, range(ordinary.count), 1)).all()
     assert held_out.count - ordinary.count <= 3
     assert (held_out.batch(1, [0], held_out.count) == rows[:1]).all(), "every pass is the same"
+
+
+def documents(lengths, length, seed=0):
+    """Documents of increasing tokens, each ended by 0, with the order of ``windows``."""
+    texts = [np.r_[np.arange(1, n), 0] for n in lengths]
+    tokens = {"train": np.concatenate(texts)}
+    opened = TokenData("x", Path("/prepared"), "f", 99, tokens, None, 0)
+    return windows(opened, "train", length, seed, documents=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(2, 12), min_size=1, max_size=20),
+    length=st.integers(2, 9),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_an_epoch_visits_the_beginning_of_every_document_once(lengths, length, seed):
+    found = documents(lengths, length, seed)
+    assert found.count == len(lengths)
+    rows = found.batch(1, range(found.count), found.count)
+    assert rows.shape == (len(lengths), length + 1) and (rows[:, -1] == -1).all()
+    sizes = []
+    for row in rows:
+        kept = row[row >= 0]
+        sizes.append(len(kept))
+        ends = kept[-1] == 0
+        assert list(kept) == [*range(1, len(kept) + 1 - ends), *[0] * int(ends)]
+    assert sorted(sizes) == sorted(min(n, length) for n in lengths)
+
+
+def test_documents_without_a_token_to_predict_are_left_out():
+    assert documents([1, 5, 1, 1, 2], 8).count == 2
+    tokens = {"train": np.array([0, 0, 3, 4])}  # the last document has no end
+    opened = TokenData("x", Path("/prepared"), "f", 99, tokens, None, 0)
+    rows = windows(opened, "train", 4, 0, documents=True).batch(0, [0], 1)
+    assert rows.tolist() == [[3, 4, -1, -1, -1]]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from sparsepretrain.errors import DataError
+from sparsepretrain.errors import ConfigError, DataError
 from sparsepretrain.tasks import build_task
 from sparsepretrain.training.batches import split_requests
 from sparsepretrain.training.validation import evaluate
@@ -84,3 +84,24 @@ def test_a_whole_split_counts_every_token_once(tiny):
 def test_perplexity_of_a_diverged_model_is_infinite(task):
     values = task.metrics([{"loss": (1e6, 1)}])
     assert values == {"loss": 1e6, "perplexity": math.inf}
+
+
+def test_padding_behind_documents_does_not_count(tiny):
+    task = build_task(tiny.load("task.documents=true", "task.sequence_length=64"))
+    task.open_data(("train", "validation"))
+    torch.manual_seed(0)
+    model = task.build_model().eval()
+    size = task.samples("train")
+    batch = task.batch("train", 0, range(size), size)
+    assert batch["tokens"].min() >= 0 and batch["targets"].shape == (size, 64)
+    assert task.count(batch) == int((batch["targets"] >= 0).sum())
+    total, count = task.loss(model, batch)
+    logits = model(input_ids=batch["tokens"]).logits[batch["targets"] >= 0].double()
+    targets = batch["targets"][batch["targets"] >= 0]
+    expected = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+    assert count == len(targets) and total.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_documents_are_not_drawn_with_replacement(tiny):
+    with pytest.raises(ConfigError, match=r"task\.replacement"):
+        tiny.load("task.documents=true", "task.replacement=true")
