@@ -39,8 +39,8 @@ class Report(Verb):
         return [] if current[:1] == "-" else list(names())
 
     def run(self, args: argparse.Namespace) -> int:
-        from sparsepretrain import reports
         from sparsepretrain.config.tables import names
+        from sparsepretrain.reports.report import report, report_table
         from sparsepretrain.tracking.console import Console
 
         name, *others = args.words
@@ -49,12 +49,12 @@ class Report(Verb):
             if name not in names(args.config_dir):
                 if args.scale or args.seeds or args.runs_dir or args.record or args.from_record:
                     raise UsageError(f"{name} is not a table: its flags are for tables only")
-                written = reports.report([*map(Path, args.words)], args.out, page=True)
+                written = report([*map(Path, args.words)], args.out, page=True)
             else:
                 if wrong := [word for word in others if "=" not in word]:
                     raise UsageError(f"{wrong[0]!r} after the table {name}: give KEY=VALUE")
                 overrides = [*others, *([f"runs_dir={args.runs_dir}"] if args.runs_dir else [])]
-                written = reports.report_table(
+                written = report_table(
                     name,
                     args.out,
                     scale=args.scale,

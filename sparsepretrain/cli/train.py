@@ -93,12 +93,13 @@ def illustrate(directory: RunDirectory) -> None:
     record, page = directory.record_file, directory.report_file
     if page.exists() and record.exists() and page.stat().st_mtime >= record.stat().st_mtime:
         return  # up to date
-    from sparsepretrain import reports
     from sparsepretrain.tracking.console import Console
 
     console = Console()
     try:
-        written = reports.report([directory.path])
+        from sparsepretrain.reports.report import report
+
+        written = report([directory.path])
     except Exception as error:
         console.warn(f"no report: {error}; try `sparsepretrain report {directory}`")
         return

@@ -13,7 +13,10 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
-from typing import Any, Literal
+from typing import Literal
+
+from scipy import special
+from scipy.stats import binomtest
 
 from sparsepretrain.config.tables import Claim, Scale, Table, Term, cell_name, table_cells
 from sparsepretrain.errors import ConfigError
@@ -56,7 +59,7 @@ class Difference:
         """Return the two-sided p of a mean of ``shift``; 1 if undefined."""
         if self.n < 2 or self.flat:
             return 1.0
-        return float(2 * _special().stdtr(self.n - 1, -abs(self.mean - shift) / self._error))
+        return float(2 * special.stdtr(self.n - 1, -abs(self.mean - shift) / self._error))
 
     def sign(self, level: float = ALPHA, shift: float = 0.0) -> int:
         """Return -1 or 1 if the mean is below or above ``shift`` at ``level``, else 0."""
@@ -69,13 +72,13 @@ class Difference:
         if self.n < SEEDS or self.flat:
             return 1.0
         room = (margin - abs(self.mean)) / self._error
-        return float(_special().stdtr(self.n - 1, -room))
+        return float(special.stdtr(self.n - 1, -room))
 
     def interval(self, confidence: float = 0.95) -> tuple[float, float]:
         """Return the confidence interval of the mean; NaN for fewer than two seeds."""
         if self.n < 2:
             return math.nan, math.nan
-        half = float(_special().stdtrit(self.n - 1, 0.5 + confidence / 2)) * self._error
+        half = float(special.stdtrit(self.n - 1, 0.5 + confidence / 2)) * self._error
         return self.mean - half, self.mean + half
 
     def detectable(self) -> float:
@@ -279,8 +282,6 @@ def _not_worse(claim: Claim, groups: list[list[_Series]], better: str | None) ->
 
 def _count(claim: Claim, groups: list[list[_Series]], better: str | None) -> Ruling:
     """Judge count: in more than half of all runs the first is below the second (binomial test)."""
-    from scipy.stats import binomtest
-
     differences = [first - second for first, second in groups]
     texts, ps, signs = [], [], []
     for d in differences:
@@ -371,16 +372,9 @@ def _undecided(
     return "; ".join(found)
 
 
-def _special() -> Any:
-    """Import scipy on first use: importing takes long."""
-    from scipy import special
-
-    return special
-
-
 def _power(n: int, size: float, level: float) -> float:
     """Return the power of a one-sided t-test; ``size``: true mean over standard deviation."""
     shift = size * math.sqrt(n)
-    critical = _special().stdtrit(n - 1, 1 - level)
+    critical = special.stdtrit(n - 1, 1 - level)
     # the series of the non-central t fails for larger shifts, where the power is 1
-    return 1.0 if shift > 35 else float(1 - _special().nctdtr(n - 1, shift, critical))
+    return 1.0 if shift > 35 else float(1 - special.nctdtr(n - 1, shift, critical))

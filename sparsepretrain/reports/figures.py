@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter
 
 from sparsepretrain.config.tables import Metric, Table, cell_name
 from sparsepretrain.reports import plots
@@ -17,10 +21,6 @@ from sparsepretrain.reports.claims import Difference, Values, minus
 from sparsepretrain.reports.plots import line_style
 from sparsepretrain.reports.results import TableResults
 from sparsepretrain.reports.runs import Curve, Paired, RunData, smooth
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 PANELS = 4
 """Most columns shown side by side."""
@@ -236,8 +236,6 @@ def difference_figure(
         unit: unit of the horizontal axis, as ``tokens``.
         every: label -> steps between two compared masks; empty: no flip rates.
     """
-    from matplotlib.ticker import EngFormatter
-
     runs = [own for pairs in panels.values() for seeds in pairs.values() for own, _ in seeds]
     panels = {title: pairs for title, pairs in panels.items() if any(pairs.values())}
     keys = {key: label for key, label in keys.items() if any(key in own for own in runs)}
@@ -412,8 +410,6 @@ def draw_band(axes: Axes, curves: Sequence[Curve | None], style: Any) -> np.ndar
 
 
 def _legend(figure: Figure, drawn: Mapping[str, Any]) -> None:
-    from matplotlib.lines import Line2D
-
     handles = [Line2D([], [], label=label, **style) for label, style in drawn.items()]
     inches = 0.6 + 0.062 * max(map(len, drawn), default=0)
     columns = min(len(handles), max(1, int(figure.get_figwidth() / inches)))

@@ -6,10 +6,11 @@ import base64
 import html
 import io
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+import matplotlib
+from markdown_it import MarkdownIt
+from matplotlib.figure import Figure
 
 STYLE = """
 body {font: 15px/1.5 system-ui, sans-serif; color: #1c1c1c; max-width: 1250px; margin: auto;
@@ -40,8 +41,6 @@ def html_page(markdown: str, figures: Mapping[str, Figure]) -> str:
         markdown: text of the page; the title comes first.
         figures: file name of an image in ``markdown`` -> figure.
     """
-    from markdown_it import MarkdownIt
-
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown)
     for name, figure in figures.items():
         body = body.replace(f'src="{html.escape(name)}"', f'src="{_data_url(figure)}"')
@@ -54,8 +53,6 @@ def html_page(markdown: str, figures: Mapping[str, Figure]) -> str:
 
 def _data_url(figure: Figure) -> str:
     """Encode a figure as SVG in a data URL: ids of several figures on a page cannot clash."""
-    import matplotlib
-
     artists = [a for axes in figure.axes for a in (*axes.lines, *axes.collections)]
     if sum(map(_points, artists)) > POINTS:
         for artist in artists:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from sparsepretrain.reports.runs import RunData, smooth
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX*<>ph8d"
@@ -81,9 +82,6 @@ def _curves(
 
 def layers_figure(run: RunData) -> Figure | None:
     """Draw the flip rate of each layer over steps, log colors; None with fewer than two steps."""
-    from matplotlib import colormaps
-    from matplotlib.colors import LogNorm
-
     steps, names, values = run.layers()
     if not drawable(values, log=True) or len(steps) < 2:
         return None
@@ -120,8 +118,6 @@ def new_mosaic(
     size: tuple[float, float], rows: Any, heights: Sequence[float] | None = None
 ) -> tuple[Figure, dict[int, Axes]]:
     """Return an empty figure and its axes, numbered as in ``rows``; equal neighbors are merged."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=size, layout="constrained", dpi=150)
     grid = figure.subplot_mosaic(rows, height_ratios=heights)
     for axes in grid.values():
@@ -144,8 +140,6 @@ def line_style(index: int) -> dict[str, Any]:
 
 def step_axis(axes: Axes) -> None:
     """Label the x axis and put ticks at whole steps."""
-    from matplotlib.ticker import MaxNLocator
-
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step")
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from sparsepretrain.reports import plots
 from sparsepretrain.reports.figures import draw_band
 from sparsepretrain.reports.plots import COLORS, DASHES, GRAY, drawable
 from sparsepretrain.reports.runs import Curve, RunData
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Groups = Mapping[str, Sequence[RunData]]
 """Name -> runs of several seeds."""

@@ -11,9 +11,9 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from sparsepretrain.config.cells import Seeds
 from sparsepretrain.config.tables import Scale, load_table
@@ -21,6 +21,7 @@ from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.files import write_atomic
 from sparsepretrain.reports import plots, probes
 from sparsepretrain.reports.figures import compared, of_runs
+from sparsepretrain.reports.page import html_page
 from sparsepretrain.reports.results import collect, read_record, write_record
 from sparsepretrain.reports.runs import (
     Paired,
@@ -34,9 +35,6 @@ from sparsepretrain.reports.runs import (
 from sparsepretrain.reports.table import markdown_table, render
 from sparsepretrain.runs.directory import RunDirectory, find_runs
 from sparsepretrain.tracking.console import clock, count
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 PICTURES = {
     "loss": plots.loss_figure,
@@ -287,8 +285,6 @@ def _write(
         figure.savefig(out / picture)
     write_atomic(file, text)
     if page:
-        from sparsepretrain.reports.page import html_page
-
         written.append(file.with_suffix(".html"))
         write_atomic(written[-1], html_page(text, figures))
     return [*written, file]

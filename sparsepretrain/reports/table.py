@@ -11,7 +11,9 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from sparsepretrain.config import tables
 from sparsepretrain.config.cells import seeds_text
@@ -22,9 +24,6 @@ from sparsepretrain.reports.claims import Difference, Ruling, judge
 from sparsepretrain.reports.ran import what_ran
 from sparsepretrain.reports.results import SHARED, CellResult, TableResults, chosen, means
 from sparsepretrain.tracking.console import clock, count
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 FEW_CLAIMS = 5
 """Most claims of a page without a correction for multiple tests."""

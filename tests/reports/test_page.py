@@ -6,9 +6,9 @@ import re
 import numpy as np
 from test_report import make_run
 
-from sparsepretrain.reports import report
 from sparsepretrain.reports.page import html_page
 from sparsepretrain.reports.plots import new_figure
+from sparsepretrain.reports.report import report
 
 
 def figures_of(page: str) -> list[str]:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from test_report import make_run
 
-from sparsepretrain.reports import probes, report
+from sparsepretrain.reports import probes
+from sparsepretrain.reports.report import report
 from sparsepretrain.reports.runs import labels, load, pair
 
 pytestmark = pytest.mark.usefixtures("quick_files")
