@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-CAPACITY = 4096
-"""Queued records, a few MB at most; a mirror that is further behind is dropped."""
-
 
 class Mirror(Protocol):
     """Tracker; all methods are called in one thread, not the main one."""
@@ -62,38 +59,27 @@ class TensorBoard:
 
 
 class Lane(threading.Thread):
-    """Runs a mirror behind a bounded queue; a failing or slow one is dropped with one warning."""
+    """Runs a mirror behind a queue; a failing one is dropped with one warning."""
 
-    def __init__(
-        self, mirror: Mirror, warn: Callable[[str], None], *, capacity: int = CAPACITY
-    ) -> None:
+    def __init__(self, mirror: Mirror, warn: Callable[[str], None]) -> None:
         super().__init__(name=f"tracker {mirror.name}", daemon=True)
         self._mirror = mirror
         self._warn = warn
-        self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(capacity)
+        self._queue: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
         self._ending: tuple[int, dict[str, Any]] = (0, {})
         self._dropped = False
-        self._warned = threading.Lock()  # taken by the first thread that drops the mirror
         self.start()
 
     def offer(self, step: int, values: dict[str, float]) -> None:
         """Queue a record without waiting."""
-        if self._dropped:
-            return
-        try:
-            self._queue.put_nowait((step, values))
-        except queue.Full:
-            self._drop("does not keep up")
+        if not self._dropped:
+            self._queue.put((step, values))
 
     def finish(self, exit_code: int, summary: dict[str, Any], *, deadline: float) -> None:
         """Let the mirror send queued records and close until ``deadline`` (monotonic)."""
         self._ending = (exit_code, summary)
-        try:
-            if not self._dropped:
-                self._queue.put(None, timeout=max(0.0, deadline - time.monotonic()))
-                self.join(max(0.0, deadline - time.monotonic()))
-        except queue.Full:
-            pass
+        self._queue.put(None)
+        self.join(max(0.0, deadline - time.monotonic()))
         if self.is_alive():
             self._drop("did not finish in time")
 
@@ -102,8 +88,6 @@ class Lane(threading.Thread):
             if note := self._mirror.open():
                 self._warn(f"{self._mirror.name} {note}")
             while (item := self._queue.get()) is not None:
-                if self._dropped:
-                    return
                 self._mirror.log(*item)
             self._mirror.close(*self._ending)
         except ImportError as error:
@@ -115,5 +99,4 @@ class Lane(threading.Thread):
 
     def _drop(self, reason: str) -> None:
         self._dropped = True
-        if self._warned.acquire(blocking=False):
-            self._warn(f"{self._mirror.name} {reason}; metrics.jsonl stays complete")
+        self._warn(f"{self._mirror.name} {reason}; metrics.jsonl stays complete")

@@ -97,11 +97,7 @@ class WeightsAndBiases:
 
 
 def check_login(tracker: Tracker) -> None:
-    """Reject ``mode=online`` without an API key, before a run touches anything; no network.
-
-    Raises:
-        ConfigError: no key in the environment, the netrc file or wandb's settings.
-    """
+    """Reject ``mode=online`` without an API key, before a run touches anything; no network."""
     installed = importlib.util.find_spec("wandb") is not None
     if tracker.mode == "online" and installed and not logged_in():
         raise ConfigError(
@@ -121,10 +117,8 @@ def logged_in() -> bool:
 
 
 def _in_netrc(host: str) -> bool:
-    choices = filter(None, (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"))
-    paths = [Path(choice).expanduser() for choice in choices]
     try:
-        known = netrc.netrc(next(filter(Path.is_file, paths), paths[0]))
+        known = netrc.netrc(os.environ.get("NETRC"))
     except (OSError, netrc.NetrcParseError):
         return False
     # wandb also accepts the entry of api.wandb.ai for newer addresses of its public server

@@ -1,6 +1,5 @@
 import io
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from sparsepretrain.config.strict import build
 from sparsepretrain.runs.record import read
 from sparsepretrain.tracking import stream as stream_module
 from sparsepretrain.tracking.console import Console
-from sparsepretrain.tracking.mirror import Lane
 from sparsepretrain.tracking.stream import Stream
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "tracker"
@@ -108,22 +106,6 @@ def test_hanging_mirror_delays_neither_log_nor_close(tmp_path, monkeypatch):
     assert len(read(tmp_path / "metrics.jsonl")) == 49
     assert "Fake did not finish" in out.getvalue()
     release.set()
-
-
-def test_slow_mirror_is_dropped_with_one_warning():
-    warnings: list[str] = []
-    release = threading.Event()
-    lane = Lane(Fake(hang=release), warnings.append, capacity=4)
-    start = time.monotonic()
-    for step in range(20):
-        lane.offer(step, {})
-    assert time.monotonic() - start < 2  # offer() never waits
-    assert len(warnings) == 1 and "Fake" in warnings[0]
-    release.set()
-    lane.join(10)
-    assert not lane.is_alive()
-    lane.finish(0, {}, deadline=time.monotonic())
-    assert len(warnings) == 1
 
 
 def test_missing_package_is_one_warning(tmp_path, monkeypatch):
