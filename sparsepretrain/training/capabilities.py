@@ -55,7 +55,7 @@ def machine() -> list[tuple[str, str]]:
         ("Python", f"{found['python']}, {found['platform']}"),
         ("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"),
         ("triton", packages.get("triton", "none: kernels are those of PyTorch")),
-        ("cuSPARSELt", library + (", as loaded" if library != "none" else "") + bad),
+        ("cuSPARSELt", library + bad),
         ("CPU cores", f"{hardware['cores']}, {hardware['threads']} threads"),
     ]
     for index in range(torch.cuda.device_count()):

@@ -8,11 +8,9 @@ of a size, never while a CUDA graph is captured.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -54,22 +52,10 @@ class Problem(NamedTuple):
     bias: bool
 
 
-@functools.cache
 def version() -> str:
-    """Version of the library that this process has loaded; "none": it has loaded none.
-
-    ``torch.backends.cusparselt.version()`` is a constant of the library that torch was built with.
-    """
-    maps = Path("/proc/self/maps")
-    lines = maps.read_text(encoding="utf-8").splitlines() if maps.exists() else []
-    path = next((line.split(maxsplit=5)[5] for line in lines if "libcusparseLt" in line), None)
-    if path is None:
-        return "none"
-    parts = [ctypes.c_int() for _ in range(3)]
-    library = ctypes.CDLL(path)
-    for index, part in enumerate(parts):  # major, minor, patch
-        library.cusparseLtGetProperty(index, ctypes.byref(part))
-    return ".".join(str(part.value) for part in parts)
+    """Version of the library that torch was built with, or "none"."""
+    number = torch.backends.cusparselt.version()  # 1000·major + 100·minor + patch
+    return "none" if number is None else f"{number // 1000}.{number // 100 % 10}.{number % 100}"
 
 
 @functools.cache
