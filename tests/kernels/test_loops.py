@@ -183,32 +183,6 @@ def test_compiled_code_is_cached_in_the_users_cache_directory(tmp_path, monkeypa
     assert x.tolist() == [16.0] * 3
 
 
-def test_functions_of_one_name_do_not_share_compiled_code(tmp_path, monkeypatch):
-    import numba
-
-    from sparsepretrain.kernels.cpu import launch
-
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-
-    def adds(amount):
-        def add(x):
-            for k in range(len(x)):
-                x[k] += amount
-
-        return launch.compiled(add)
-
-    def add(x):
-        for k in range(len(x)):
-            x[k] -= 1
-
-    add.__qualname__ = adds(0).py_func.__qualname__
-    x = torch.zeros(3).numpy()
-    for kernel in (adds(1), adds(100), launch.compiled(add), adds(1)):
-        kernel(x)
-    assert x.tolist() == [101.0] * 3
-    assert len(list(tmp_path.rglob("*.nbc"))) == 3
-
-
 def test_kernels_compile_in_memory_where_the_cache_cannot_be_written(tmp_path, monkeypatch):
     import numba
 

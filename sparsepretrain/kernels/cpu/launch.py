@@ -9,7 +9,6 @@ import contextlib
 import functools
 import hashlib
 import itertools
-import marshal
 import os
 import pickle
 import sys
@@ -69,13 +68,11 @@ class _DiskCache(NullCache):
         return str(cache_directory() / "kernels" / f"{__version__}-{processor}")
 
     def _file(self, signature: Any, codegen: Any) -> Path:
-        code = marshal.dumps(self.function.__code__.replace(co_filename=""))
-        captured = [cell.cell_contents for cell in self.function.__closure__ or ()]
         versions = (numba.__version__, sys.implementation.cache_tag)
-        name = self.function.__qualname__
-        key = (name, code, captured, signature, codegen.magic_tuple(), versions)
+        name = self.function.__name__
+        key = (self.function.__module__, signature, codegen.magic_tuple(), versions)
         digest = hashlib.sha256(repr(key).encode() + _SOURCES).hexdigest()
-        return Path(self.cache_path, f"{name.rpartition('.')[2]}-{digest[:16]}.nbc")
+        return Path(self.cache_path, f"{name}-{digest[:16]}.nbc")
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return the cached code for a signature, or None if it is missing or unreadable."""
@@ -89,8 +86,6 @@ class _DiskCache(NullCache):
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Write compiled code; without a writable directory every process compiles again."""
-        if data.library.has_dynamic_globals:  # addresses of this process
-            return
         with contextlib.suppress(Exception):
             file = self._file(sig, data.codegen)
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -140,12 +135,7 @@ def run(kernel: Any, rows: int, arrays: tuple[Array, ...], *numbers: Any) -> Non
         [a[len(a) // rows * start : len(a) // rows * stop] for a in arrays]
         for start, stop in itertools.pairwise(ends)
     ]
-    waiting = []
-    for part in cut[1:]:
-        try:
-            waiting.append(_threads().submit(kernel, *part, *numbers))
-        except RuntimeError:  # the interpreter is shutting down: there are no threads any more
-            kernel(*part, *numbers)
+    waiting = [_threads().submit(kernel, *part, *numbers) for part in cut[1:]]
     kernel(*cut[0], *numbers)
     for done in waiting:
         done.result()
