@@ -15,9 +15,6 @@ from sparsepretrain.config.compose import shell_line
 from sparsepretrain.errors import INTERRUPTED, SparsePretrainError
 from sparsepretrain.tracking.console import Console
 
-LOST = 255
-"""Exit code of a child whose fork server was killed; its state is unknown."""
-
 # Importing torch and transformers takes 5 to 8 s; a fork server pays once. Forking is safe: the
 # imports start no thread and do not initialize CUDA (tests/studies/test_engine.py).
 _processes = multiprocessing.get_context("forkserver")
@@ -33,15 +30,7 @@ def start_child(
     jobs: int,
     environment: dict[str, str],
 ) -> ForkServerProcess:
-    """Call picklable ``work`` in a child process; its result is the exit code.
-
-    Args:
-        family: model family; the fork server imports its module of transformers.
-        command: equivalent words after ``sparsepretrain``; empty: the words of this process.
-        log: file for the output.
-        jobs: number of children that divide the threads of the CPU.
-        environment: all environment variables of the child.
-    """
+    """Call picklable ``work`` in a child process; its result is the exit code."""
     resource_tracker.ensure_running()  # first: starting it unblocks signals
     library = f"transformers.models.{family}.modeling_{family}"  # skipped if missing
     modules = ["sparsepretrain.training.launch", "numba", "omegaconf", library]

@@ -23,7 +23,7 @@ from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError, DivergedError, SparsePretrainError
 from sparsepretrain.runs import checkpoint, record
 from sparsepretrain.runs.directory import RunDirectory, state_at
-from sparsepretrain.studies.child import LOST, start_child
+from sparsepretrain.studies.child import start_child
 from sparsepretrain.tracking.console import Console, clock, significant
 from sparsepretrain.training.signals import StopSignals
 
@@ -276,10 +276,7 @@ class Study(contextlib.AbstractContextManager["Study"]):
         child = self._children.pop(cell)
         child.join()
         code = child.exitcode
-        assert code is not None and child.pid is not None
-        if code == LOST:  # the child may still run and hold the lock of the run directory
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child.pid, signal.SIGKILL)
+        assert code is not None
         cell.look()
         if code == 0 or stopping:
             cell.state = "stopped" if code else cell.goal

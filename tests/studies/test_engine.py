@@ -197,22 +197,6 @@ def test_cells_of_one_run_are_run_in_turn(tiny: Tiny) -> None:
     assert second.line["step"] == 6
 
 
-@pytest.mark.fault
-def test_killed_fork_server_is_replaced(tiny: Tiny) -> None:
-    (a,) = cells(tiny, "a", *ENDLESS)
-
-    def kill() -> None:
-        os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]
-
-    watcher = when_training([a], kill)
-    study([a])
-    watcher.join()
-    assert (a.state, a.exit_code) == ("failed", engine.LOST)
-    (a,) = cells(tiny, "a", *ENDLESS, stop_after=2)
-    study([a])
-    assert a.state == "partial", "a new server starts, and the lock is free"
-
-
 COMMAND = ("tune-decay", "--grid", "1e-3,1e-1", "--points", "2", "--steps", "50000", "name=x")
 
 
