@@ -63,7 +63,6 @@ class Report(Verb):
                     config_dirs=args.config_dir,
                     record=args.record,
                     from_record=args.from_record,
-                    html=True,
                 )
         print(*written, sep="\n")
         return 0

@@ -69,13 +69,7 @@ class Converted:
 def convert(source: WeightSource, *, merge: bool = False) -> Converted:
     """Rebuild the model of a run's checkpoint in a class of another library.
 
-    Args:
-        source: checkpoint of a run.
-        merge: add low-rank adapters to the weights instead of keeping them separate.
-
-    Raises:
-        CheckpointError: the model cannot be rebuilt, or its weights violate the N:M pattern.
-        ConfigError: no other library has its architecture.
+    ``merge`` adds low-rank adapters to the weights, which are dense then.
     """
     task, model, sparsifier = evaluated_model(source)
     method, proof = sparsifier.method, prove(sparsifier)
@@ -122,13 +116,9 @@ def _small_batch(task: Task) -> dict[str, Tensor]:
 
 
 def write(converted: Converted, directory: Path) -> float:
-    """Write weights, configuration, adapters and tokenizer, reload and compare them.
+    """Write weights, configuration, adapters and tokenizer, reload and compare.
 
-    Returns:
-        Largest difference of a logit from evaluation's.
-
-    Raises:
-        CheckpointError: the reloaded model differs.
+    Return the largest difference of a logit from evaluation's.
     """
     task, model = converted.task, converted.model
     if converted.is_timm:

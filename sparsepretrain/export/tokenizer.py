@@ -13,13 +13,7 @@ BERT = {f"{key}_token": f"[{key.upper()}]" for key in ("unk", "cls", "sep", "pad
 
 
 def make_tokenizer(file: Path | None, task: Task, model: Any) -> Any:
-    """Build a PreTrainedTokenizerFast and set the special token ids of ``model``.
-
-    Args:
-        file: tokenizer.json of the model's input; None: bytes.
-        task: determines the special tokens around a text.
-        model: transformers model; its config and generation config are modified.
-    """
+    """Build a fast tokenizer (no file: of bytes) and set the special token ids of ``model``."""
     from tokenizers import Tokenizer, processors
     from transformers import PreTrainedTokenizerFast
 

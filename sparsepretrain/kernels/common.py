@@ -95,11 +95,7 @@ def packed_columns(k: int, dtype: torch.dtype) -> int:
 
 
 def check_pattern(name: str, x: Tensor, n: int, m: int, dim: int) -> None:
-    """Refuse patterns and shapes that have no exact N:M answer.
-
-    Raises:
-        ValueError: N > M or N < 1, or the axis is not a multiple of M.
-    """
+    """Refuse patterns and shapes that have no exact N:M answer."""
     if not 1 <= n <= m:
         raise ValueError(f"{name}: N:M needs 1 ≤ N ≤ M, got {n}:{m}")
     if x.dim() == 0 or x.shape[dim] % m:

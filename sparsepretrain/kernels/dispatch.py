@@ -36,9 +36,6 @@ def kernel_of(
         x: decides by its device and dtype.
         composed: the reference calls other operations with ``backend``, so that a backend without
             a function for this one is no error.
-
-    Raises:
-        ValueError: see :func:`choose_backend`; or the backend asked for has no such kernel.
     """
     chosen = choose_backend(operation, backend, x)
     kernel = None if chosen == "reference" else find(operation, chosen)
@@ -65,9 +62,6 @@ def choose_backend(name: str, backend: str | None, x: Tensor) -> str:
     Triton is installed, cpu for CPU tensors outside compiled graphs where Numba runs, and the
     reference for everything else. A backend that was asked for by name is used or refused, never
     replaced.
-
-    Raises:
-        ValueError: an unknown backend, or one that cannot run here.
     """
     if backend is None:
         if prefers_triton(x.device) and x.dtype in TRITON_DTYPES:

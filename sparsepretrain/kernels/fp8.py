@@ -91,10 +91,6 @@ def matmul_fp8(
         bias: (n,), added before rounding; tensor cores add it in a 16-bit ``out_dtype``.
         out_dtype: fp32, bf16 or fp16.
         backend: None or ``"reference"``.
-
-    Raises:
-        ValueError: an unknown backend.
-        RuntimeError, ValueError: of torch, for operands that the device does not multiply.
     """
     if backend == "reference":
         if a.is_cuda:

@@ -25,9 +25,6 @@ def apply_mask(
 
     Returns:
         ``out``, or the new tensor.
-
-    Raises:
-        ValueError: ``out`` has another shape.
     """
     check_out("apply_mask", x, out)
     if kernel := kernel_of("apply_mask", backend, x):
@@ -97,15 +94,7 @@ def packed_flip_count(
 ) -> Tensor:
     """Count the flips between two packed masks; reads an eighth of the bytes of :func:`flip_count`.
 
-    Args:
-        previous, current: masks of one shape, packed by :func:`pack_24` or :func:`pack_rows`.
-        replace: also copy ``current`` into ``previous``, in the same pass.
-
-    Returns:
-        0-d int64 tensor.
-
-    Raises:
-        ValueError: shapes differ.
+    ``replace``: also copy ``current`` into ``previous``, in the same pass.
     """
     _require_pair("packed_flip_count", previous, current)
     if kernel := kernel_of("packed_flip_count", backend, current):
@@ -156,11 +145,7 @@ def unpack_24(code: Tensor, shape: Sequence[int], *, backend: str | None = None)
 def pack_rows(mask: Tensor) -> Tensor:
     """Pack each row of a mask as :func:`pack_24` does, into whole bytes, so rows can be sharded.
 
-    Args:
-        mask: bool, at least 2-D.
-
-    Returns:
-        uint8 tensor of :func:`packed_shape`; rows are padded with zero bits.
+    The result is uint8 of :func:`packed_shape`; rows are padded with zero bits.
     """
     flat = mask.flatten(1)
     if flat.shape[1] % 8:
@@ -169,11 +154,7 @@ def pack_rows(mask: Tensor) -> Tensor:
 
 
 def unpack_rows(code: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the bool mask of ``shape`` that :func:`pack_rows` made ``code`` from.
-
-    Raises:
-        ValueError: ``code`` is not of :func:`packed_shape`.
-    """
+    """Return the bool mask of ``shape`` that :func:`pack_rows` made ``code`` from."""
     if code.shape != packed_shape(shape):
         size = tuple(code.shape)
         raise ValueError(f"unpack_rows: {size} packed bytes do not fit a mask of {tuple(shape)}")

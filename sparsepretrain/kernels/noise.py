@@ -17,10 +17,7 @@ from sparsepretrain.kernels.keys import LOW_32, AnyKey, key_words, philox
 def uniform_like(x: Tensor, key: AnyKey | int, dim: int, *, backend: str | None = None) -> Tensor:
     """One uniform in [0, 1) per element of ``x``: fp32, same shape and device.
 
-    Args:
-        x: only its shape and device matter.
-        key: the stream; the counter is (flattened index of the other axes, index along ``dim``).
-        dim: axis of the features.
+    The counter is (flattened index of the other axes, index along ``dim``).
     """
     last = x.movedim(dim, -1)
     rows = last.numel() // max(last.shape[-1], 1)

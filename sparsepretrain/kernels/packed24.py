@@ -29,10 +29,6 @@ def compress_24(x: Tensor) -> Tensor:
     Returns:
         (m, k·9/16), or k·10/16 in fp8, of the same type: all values, then their positions. Only
         :func:`matmul_24` on the same device reads it, and it cannot be cut.
-
-    Raises:
-        ValueError: another type, shape or memory order; on the CPU more than two non-zeros.
-        RuntimeError: the library has another size for the packed matrix.
     """
     limits = _limits("compress_24", x)
     _check("compress_24: x", x, limits.rows, limits.columns)
@@ -61,10 +57,6 @@ def matmul_24(
 
     Returns:
         (m, n), or (n, m) with ``transpose_result``.
-
-    Raises:
-        ValueError: types, shapes or memory orders that do not fit.
-        RuntimeError: no algorithm of the library computes this product right, every time.
     """
     limits = _limits("matmul_24", packed)
     _check("matmul_24: dense", dense, limits.dense, limits.dense)

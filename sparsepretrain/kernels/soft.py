@@ -120,11 +120,7 @@ def _threshold(dropped: Tensor, kept: Tensor, gamma: float) -> Tensor:
 def boundary_magnitudes(
     x: Tensor, n: int = 2, m: int = 4, *, dim: int = -1
 ) -> tuple[Tensor, Tensor]:
-    """(largest dropped, smallest kept) magnitude of each group: |t2| and |t3| for 2:4.
-
-    Returns:
-        two tensors of the shape of ``x`` with ``dim`` divided by M, fp32 (fp64 for fp64).
-    """
+    """(largest dropped, smallest kept) magnitude of each group, fp32: |t2| and |t3| for 2:4."""
     check_pattern("boundary_magnitudes", x, n, m, dim)
     return _boundary(_positions(widen(x.detach()).abs(), m, dim), n)
 

@@ -51,11 +51,7 @@ def medians(works: dict[str, Callable[[], Any]], device: torch.device) -> dict[s
 
 
 def measure(works: dict[str, Calls], *, rounds: int, graphs: bool = True) -> dict[str, Series]:
-    """Time works in one process: rounds A, B, C, B, C, A, … of captured graphs.
-
-    Raises:
-        RuntimeError: a work failed, or its capture.
-    """
+    """Time works in one process: rounds A, B, C, B, C, A, … of captured graphs."""
     ready = {name: _Prepared(calls, graphs) for name, calls in works.items()}
     names = list(works)
     us: dict[str, list[float]] = {name: [] for name in names}

@@ -128,11 +128,7 @@ class StepAdamW(Optimizer):
         return float(next(sparse)["eps"])
 
     def mark_sparse(self, params: Iterable[Tensor]) -> None:
-        """Set the parameters whose second moments are monitored and frozen.
-
-        Raises:
-            ConfigError: a parameter of another optimizer, or different values of eps or beta2.
-        """
+        """Set the parameters whose second moments are monitored and frozen."""
         marked = {id(p) for p in params}
         groups = [g for g in self.param_groups if any(id(p) in marked for p in g["params"])]
         if not marked <= {id(p) for g in groups for p in g["params"]}:

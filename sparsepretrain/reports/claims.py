@@ -35,12 +35,7 @@ Values = dict[str, dict[int, float]]
 
 
 class Difference:
-    """One term minus another, seed by seed.
-
-    Args:
-        label: name of the difference.
-        values: one finite number per seed that has both terms.
-    """
+    """One term minus another, seed by seed."""
 
     def __init__(self, label: str, values: Sequence[float]) -> None:
         self.label, self.values, self.n = label, [*map(float, values)], len(values)
@@ -93,12 +88,7 @@ class Difference:
     def seeds_to_decide(self, margin: float | None = None, level: float = ALPHA) -> int | None:
         """Return the number of seeds that decides with power 80 % at the measured mean and spread.
 
-        Args:
-            margin: margin of a claim "equal"; None: a claim about the sign.
-            level: level of the test.
-
-        Returns:
-            None if the spread is unknown, or for more than 1000.
+        ``margin`` is that of a claim "equal"; None if the spread is unknown, or for more than 1000.
         """
         if self.n < 2 or self.flat:
             return None
@@ -159,13 +149,7 @@ def judge(
     """Return the verdict on one claim.
 
     In a table with columns, a term that names a row means every column: the claim must hold in all.
-
-    Args:
-        claim: claim of ``table``.
-        table: table of the cells.
-        scale: scale of the runs.
-        values: measured values of the claim's metric.
-        gaps: cell -> missing seeds and the reason.
+    ``gaps``: cell -> missing seeds and the reason.
     """
     if scale in claim.untestable:
         return Ruling("not testable at this scale", claim.untestable[scale])

@@ -35,12 +35,7 @@ figures have to stay below 1 MB."""
 
 
 def html_page(markdown: str, figures: Mapping[str, Figure]) -> str:
-    """Return the page as one self-contained text that loads nothing from a network.
-
-    Args:
-        markdown: text of the page; the title comes first.
-        figures: file name of an image in ``markdown`` -> figure.
-    """
+    """Return the page as one self-contained text that loads nothing from a network."""
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown)
     for name, figure in figures.items():
         body = body.replace(f'src="{html.escape(name)}"', f'src="{_data_url(figure)}"')

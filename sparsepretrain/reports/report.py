@@ -61,13 +61,6 @@ def report(runs: Sequence[Path], out: Path | None = None, *, page: bool = False)
         runs: run directories, or directories above them.
         out: directory to write to instead.
         page: also write ``report.html``, text and figures in one file below 1 MB.
-
-    Returns:
-        The files written, pictures first.
-
-    Raises:
-        ConfigError: no run, no records, or an unwritable ``out``.
-        DataError: a damaged record.
     """
     data = [load(run.path) for run in find_runs(runs)]
     if not data:
@@ -93,9 +86,8 @@ def report_table(
     config_dirs: Sequence[Path] = (),
     record: bool = False,
     from_record: bool = False,
-    html: bool = False,
 ) -> list[Path]:
-    """Write the page of a table, its figures ``<name>-*.png`` and with ``html`` ``<name>.html``.
+    """Write the page of a table as ``<name>.md`` and ``<name>.html``, and its ``<name>-*.png``.
 
     Args:
         name: name of the table.
@@ -103,14 +95,6 @@ def report_table(
         scale, seeds, overrides, config_dirs: selection of runs, see :func:`results.collect`.
         record: also write ``records/<name>.json.gz``, from which the page can be rewritten.
         from_record: read that file instead of runs.
-        html: see :func:`report`.
-
-    Returns:
-        The files written, the Markdown last.
-
-    Raises:
-        ConfigError: unknown table, no run has begun, or ``out`` is not writable.
-        DataError: ``from_record`` with a missing or damaged record.
     """
     out = Path("reports", name) if out is None else out
     file = out / "records" / f"{name}.json.gz"
@@ -131,7 +115,7 @@ def report_table(
     try:
         if record:
             write_record(results, file)
-        return _write(out, page.figures, page.lines, f"{name}.md", page=html)
+        return _write(out, page.figures, page.lines, f"{name}.md", page=True)
     except OSError as error:
         raise _unwritable(error) from error
 

@@ -188,9 +188,6 @@ def collect(
     """Read the runs of a table, failed and missing runs included, except seeds without any run.
 
     The arguments are those of :func:`cells.cells`; ``scale`` None: nano if the table has it.
-
-    Raises:
-        ConfigError: unknown table or scale, or a mistake in a cell.
     """
     table = load_table(name, config_dirs)
     kept = [override for override in overrides if not override.startswith("runs_dir=")]
@@ -392,11 +389,7 @@ def write_record(results: TableResults, file: Path) -> None:
 
 
 def read_record(file: Path) -> TableResults:
-    """Read a file of :func:`write_record`.
-
-    Raises:
-        DataError: a missing or damaged file.
-    """
+    """Read a file of :func:`write_record`."""
     try:
         text = gzip.decompress(file.read_bytes())
         return strict.build(TableResults, parse_json(text, dict))

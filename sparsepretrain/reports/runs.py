@@ -113,10 +113,7 @@ class RunData:
     ) -> Curve | None:
         """Return tokens and values, or None without a finite value.
 
-        Args:
-            key: key of the record.
-            split: evaluations on this split; None: training, which is smoothed before thinning.
-            points: thin to so many points; None: keep all.
+        Training (``split`` None) is smoothed before it is thinned to ``points`` (None: all).
         """
         lines = self._lines(key, split)
         tokens = np.array([line.get("tokens", line["step"]) for line in lines], dtype=np.float64)
@@ -174,12 +171,7 @@ class RunData:
 
 
 def load(path: Path) -> RunData:
-    """Read one run directory.
-
-    Raises:
-        ConfigError: no records, or a config.yaml or environment.json that cannot be read.
-        DataError: a damaged record.
-    """
+    """Read one run directory."""
     run = RunDirectory(path)
     records = run.record()
     if not records:

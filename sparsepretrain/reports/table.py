@@ -54,15 +54,7 @@ class Page:
 
 
 def render(results: TableResults, found: Mapping[str, Table]) -> Page:
-    """Return the page of a table.
-
-    Args:
-        results: results of its runs, or of its parts.
-        found: name -> table, for this table and its parts.
-
-    Raises:
-        ConfigError: published numbers or claims of the table are unusable.
-    """
+    """Return the page of a table."""
     page = Page()
     table = found[results.name]
     if not results.parts:

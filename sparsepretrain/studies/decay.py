@@ -45,11 +45,7 @@ RESULT = "tune.json"
 
 @dataclass(frozen=True, slots=True)
 class DecaySearch:
-    """Search over λ for a run whose method has a ``decay``.
-
-    Raises:
-        ConfigError: the method has no λ or no known mask rule, or no masks are compared.
-    """
+    """Search over λ for a run whose method has a ``decay``."""
 
     run: Run
     grid: tuple[float, ...]
@@ -160,18 +156,8 @@ def tune_decay(
 ) -> dict[str, Any]:
     """Run (or continue) the runs of a search, print the table and write ``tune.json``.
 
-    Args:
-        search: runs to compare.
-        out: directory of the results.
-        overrides, config_dirs: words of the command that trains with the result.
-
-    Returns:
-        Contents of ``tune.json``; ``chosen`` is λ or None, ``message`` the command or the reason.
-
-    Raises:
-        Stopped: on a signal; the same call continues.
-        CellError: the dense run or all other runs failed.
-        ConfigError: ``out`` is not writable, or no mask flips in the dense run.
+    Return its contents: ``chosen`` is λ or None, ``message`` the command or the reason. A signal
+    raises Stopped; the same call continues.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)

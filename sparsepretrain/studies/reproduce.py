@@ -55,12 +55,6 @@ def parts(
 
     A table with ``tune`` has a part for its tuning runs, and one for the rows whose tuning runs are
     finished: call again when the first part has run.
-
-    Args:
-        scale: None: nano if a table has it, else paper.
-
-    Raises:
-        ConfigError: all mistakes of all cells, one line each; or ``only`` matches no cell.
     """
     found, errors = [], []
     asked: Any = {"only": only, "overrides": overrides, "config_dirs": config_dirs}
@@ -108,13 +102,8 @@ def check(
 ) -> list[Part]:
     """Check with torch that every run and stage can start, and count the steps of epochs.
 
-    Finished runs are skipped; one seed stands for all seeds of a cell.
-
-    Args:
-        prepared: report missing data, which the steps of epochs depend on.
-
-    Raises:
-        ConfigError: all problems, one line each, with their cells.
+    Finished runs are skipped; one seed stands for all seeds of a cell. Unless ``prepared``, missing
+    data is no error.
     """
     errors: dict[str, list[str]] = {}
     steps_at, result = {}, []
@@ -224,11 +213,7 @@ def to_run(
 def study_of(
     title: str, runs: Iterable[Run], console: Console, stop_after: int | None, jobs: int | None
 ) -> Study:
-    """Return a study of these runs with ``jobs`` at a time; None: what fits the GPUs, or one.
-
-    Raises:
-        ConfigError: a run with remaining work needs more GPUs than there are.
-    """
+    """Return a study of these runs with ``jobs`` at a time; None: what fits the GPUs, or one."""
     left = [run for run in runs if not _end_is_saved(run, stop_after)]
     needed = [engine.StudyCell("", run).devices for run in left]
     devices: list[str] = []
@@ -251,12 +236,7 @@ def run_parts(
     *,
     jobs: int | None = None,
 ) -> None:
-    """Run the remaining work of checked cells, see :func:`study_of`.
-
-    Raises:
-        Stopped, KeyboardInterrupt: see :meth:`Study.run`.
-        SparsePretrainError: at the end, if cells failed.
-    """
+    """Run the remaining work of checked cells, see :func:`study_of`."""
     runs = [cell.run for part in found for cell in part.cells]
     title = " + ".join(dict.fromkeys(part.name for part in found))
     with study_of(title, runs, console, stop_after, jobs) as study:

@@ -33,9 +33,6 @@ def submit(name: str, lines: Sequence[str], settings: dict[str, str], folder: Pa
         settings: options of sbatch, as ``partition``, ``gpus``, ``time``; ``cluster=local`` runs on
             this machine, ``jobs`` is the number of jobs at a time.
         folder: directory for scripts and outputs of the jobs.
-
-    Raises:
-        ConfigError: no such cluster, or it rejects the jobs.
     """
     options: dict[str, Any] = dict(settings)
     cluster, most = options.pop("cluster", "slurm"), int(options.pop("jobs", len(lines)))

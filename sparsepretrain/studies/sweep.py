@@ -75,9 +75,6 @@ def read_axes(overrides: Sequence[str], config_dirs: Sequence[Path], *, search: 
     Lists are Hydra's sweeps ``a,b``, ``range(…)``, ``choice(…)`` and ``glob(…)``, and the integers
     ``LOW..HIGH``. In a search, ``LOW..HIGH`` is a range, logarithmic for positive numbers that are
     not integers, and ``interval(LOW,HIGH)`` a linear one.
-
-    Raises:
-        ConfigError: all problems, one line each.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -172,10 +169,6 @@ class Search:
 
         Trials are kept in ``search.journal`` in the directory of the runs, apart from those of
         other ranges, values or metrics with the same name.
-
-        Raises:
-            Stopped: on a signal; the same call continues.
-            ConfigError: no trial has the metric.
         """
         with needs("--search", "optuna", "sweep", error=ConfigError):
             import optuna

@@ -130,12 +130,7 @@ class Console:
             self.info(f"{state.phase}: {text}" if text else state.phase)
 
     def step(self, line: dict[str, Any], total: int | None) -> None:
-        """Show a line of the record: training on the live line, evaluations and switches above.
-
-        Args:
-            line: line of :class:`~sparsepretrain.runs.record.Record`.
-            total: number of steps of the run.
-        """
+        """Show a line of the record: training on the live line, evaluations and switches above."""
         step = line["step"]
         label = f"step {step}" if total is None else f"step {step:>{len(str(total))}}/{total}"
         if "split" in line:

@@ -22,19 +22,7 @@ CLOSING_SECONDS = 10.0
 
 
 class Stream:
-    """Sends every record to metrics.jsonl, the console and the mirrors of ``tracker``.
-
-    Args:
-        config: sent to the mirrors at the start.
-        run_name: name of the run in the mirrors.
-        resume_step: last completed step of the resumed checkpoint; None: a fresh run.
-        mirrors: replacement for the mirrors of ``tracker``.
-        total: last step of this stream; default: ``steps`` of the configuration.
-
-    Raises:
-        ConfigError: the run directory is not writable.
-        DataError: the record to continue is damaged.
-    """
+    """Sends every record to metrics.jsonl, the console and the mirrors of ``tracker``."""
 
     def __init__(
         self,
