@@ -11,9 +11,6 @@ from sparsepretrain.kernels.common import INTEGER_OF_SIZE, check_out, check_patt
 from sparsepretrain.kernels.dispatch import kernel_of
 from sparsepretrain.kernels.masks import apply_mask, pack_rows
 
-MOST_COMPARED = 8
-"""Largest M whose elements are compared in pairs; sorting takes five times as long at 2:4."""
-
 
 def nm_mask(
     x: Tensor,
@@ -54,29 +51,20 @@ def nm_mask(
     if mask is None:  # no kernel, or the CPU kernel declined: it supports M = 4 only
         if backend == "cpu":
             raise ValueError(f"nm_mask: backend='cpu' has no {n}:{m} kernel; use 'reference'")
-        rank = _by_comparing if m <= MOST_COMPARED else _by_sorting
-        mask = rank(_magnitude_bits(x), n, m, dim % x.dim(), ties)
+        mask = _by_comparing(_magnitude_bits(x), n, m, dim % x.dim(), ties)
     return pack_rows(mask) if packed and mask.dtype == torch.bool else mask
 
 
 def _by_comparing(keys: Tensor, n: int, m: int, dim: int, ties: str) -> Tensor:
-    """Keep each element that beats at least M - N others of its group."""
+    """Keep each element that beats at least M - N others; faster than sorting up to M = 32."""
     parts = keys.unflatten(dim, (-1, m)).movedim(dim + 1, 0).contiguous().unbind(0)
-    wins = [torch.zeros_like(part, dtype=torch.uint8) for part in parts]
+    count = torch.uint8 if m <= 256 else torch.int32
+    wins = [torch.zeros_like(part, dtype=count) for part in parts]
     for i, j in itertools.combinations(range(m), 2):
         later = parts[j] >= parts[i] if ties == "high" else parts[j] > parts[i]
         wins[j] += later
         wins[i] += ~later
     return torch.stack([count >= m - n for count in wins], dim + 1).flatten(dim, dim + 1)
-
-
-def _by_sorting(keys: Tensor, n: int, m: int, dim: int, ties: str) -> Tensor:
-    keys = keys.unflatten(dim, (-1, m)).movedim(dim + 1, -1)
-    keys = keys.flip(-1) if ties == "low" else keys
-    order = keys.argsort(dim=-1, stable=True)  # among equals the later position ranks higher
-    kept = torch.zeros_like(keys, dtype=torch.bool).scatter_(-1, order[..., m - n :], True)
-    kept = kept.flip(-1) if ties == "low" else kept
-    return kept.movedim(-1, dim + 1).flatten(dim, dim + 1)
 
 
 def nm_prune(

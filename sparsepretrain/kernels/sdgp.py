@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels import dispatch
 from sparsepretrain.kernels.common import check_pattern
+from sparsepretrain.kernels.dispatch import kernel_of
 from sparsepretrain.kernels.keys import AnyKey
 from sparsepretrain.kernels.masks import apply_mask
 from sparsepretrain.kernels.nm import nm_mask, nm_prune
@@ -14,8 +14,6 @@ from sparsepretrain.kernels.noise import uniform_like
 
 EPSILON = 1e-4
 """Added to the pruned L1 norm by the authors (sdgp.py, prune_wrapper)."""
-PIECE = 2**18
-"""Elements that are rescaled at once on the CPU."""
 
 
 @torch.no_grad()
@@ -57,7 +55,7 @@ def prune_gradient(
     Raises:
         ValueError: unknown option, impossible pattern, ``random`` without draws.
     """
-    kernel = dispatch.kernel_of("prune_gradient", backend, g, composed=True)
+    kernel = kernel_of("prune_gradient", backend, g, composed=True)
     check_pattern("prune_gradient", g, n, m, dim)
     if variant == "random":
         _check_draws(g, uniforms, key)
@@ -76,7 +74,7 @@ def prune_gradient(
 
 
 def _largest(g: Tensor, n: int, m: int, dim: int, backend: str | None) -> Tensor:
-    if kernel := dispatch.kernel_of("prune_gradient", backend, g, composed=True):
+    if kernel := kernel_of("prune_gradient", backend, g, composed=True):
         return kernel(g, n, m, dim)
     return nm_prune(g, n, m, dim=dim, ties="low", backend=backend)[0]
 
@@ -106,24 +104,10 @@ def _rescaled(
     else:
         raise ValueError(f"prune_gradient: scope must be channel, group or tensor, got {scope!r}")
 
-    def factor(before: Tensor, after: Tensor) -> Tensor:
-        # nothing kept means nothing to rescale: the factor is 1, not 0/0
-        return torch.where(after == 0, 1.0, before / (after + epsilon))
-
-    def rescaled(part: Tensor, out: Tensor | None = None) -> Tensor:
-        kept = _largest(part, n, m, dim, backend)
-        ratio = factor(_l1(part, axes), _l1(kept, axes))
-        return kept.mul_(ratio) if out is None else torch.mul(kept, ratio, out=out)
-
-    # what stays in the caches, item by item; in other layouts torch would add in another order
-    by_item = dim > 0 and axes and 0 not in axes and g.is_contiguous() and g.numel()
-    if by_item and dispatch.choose_backend("prune_gradient", backend, g) == "cpu":
-        items, kept = max(1, PIECE // g[0].numel()), torch.empty_like(g)
-        for part, out in zip(g.split(items), kept.split(items), strict=True):
-            rescaled(part, out)
-    else:
-        kept = rescaled(g)
-    return kept.view(shape)
+    kept = _largest(g, n, m, dim, backend)
+    before, after = _l1(g, axes), _l1(kept, axes)
+    # nothing kept means nothing to rescale: the factor is 1, not 0/0
+    return kept.mul_(torch.where(after == 0, 1.0, before / (after + epsilon))).view(shape)
 
 
 def _l1(x: Tensor, axes: list[int]) -> Tensor:
