@@ -42,7 +42,6 @@ if TYPE_CHECKING:  # what type checkers know; at run time nothing needs to be li
         boundary_magnitudes,
         l1_scale,
         optimal_scale,
-        scale_sums,
         soft_prune,
         soft_threshold,
     )

@@ -134,13 +134,8 @@ def optimal_scale(w: Tensor, s: Tensor) -> Tensor:
     Returns:
         0-d fp32 tensor on the device of ``w``.
     """
-    return _ratio(*scale_sums(w, s))
-
-
-def scale_sums(w: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """(⟨w, s⟩, ⟨s, s⟩), whose ratio is :func:`optimal_scale`: 0-d fp64, so that shards can add."""
     w, s = w.detach().double(), s.detach().double()
-    return (w * s).sum(), (s * s).sum()
+    return _ratio((w * s).sum(), (s * s).sum())
 
 
 def l1_scale(w: Tensor, s: Tensor) -> Tensor:

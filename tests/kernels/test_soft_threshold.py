@@ -9,7 +9,6 @@ from sparsepretrain.kernels import (
     l1_scale,
     nm_mask,
     optimal_scale,
-    scale_sums,
     soft_threshold,
 )
 
@@ -107,18 +106,6 @@ def test_scale_golden_and_optimality():
         slope = ((w - beta * s).double() * s.double()).sum() / (s.double() ** 2).sum()
         assert abs(slope) < 1e-6
         torch.testing.assert_close(l1_scale(w, s), w.abs().sum() / s.abs().sum())
-
-
-def test_scale_sums_of_row_blocks_add_up():
-    w = normal(24, 32).bfloat16()
-    s = soft_threshold(w)
-    product, square = scale_sums(w, s)
-    assert product.dtype == square.dtype == torch.float64 and product.dim() == square.dim() == 0
-    assert (product / square).float() == optimal_scale(w, s)
-    blocks = [scale_sums(w[rows], s[rows]) for rows in (slice(4), slice(4, 16), slice(16, None))]
-    total, total_square = map(sum, zip(*blocks, strict=True))
-    torch.testing.assert_close((total, total_square), (product, square), rtol=1e-14, atol=0)
-    assert (total / total_square).float() == optimal_scale(w, s)
 
 
 def test_scale_of_normal_and_uniform_weights():
