@@ -141,7 +141,14 @@ def ratio(name: str, over: Series, under: Series, at_most: float | None = None) 
 
 def timed(name: str, series: Series, others: Mapping[str, Series], **detail: Any) -> Case:
     """Return the median time and the speed relative to `others` in the same rounds."""
-    found = series.percentiles()
+    ordered = sorted(series.us)
+    last = len(ordered) - 1
+    found = {
+        "p10": ordered[round(0.1 * last)],
+        "p50": statistics.median(ordered),
+        "p90": ordered[round(0.9 * last)],
+        "rounds": len(ordered),
+    }
     speed = {k: statistics.median(ratios(theirs, series)) for k, theirs in others.items()}
     detail = {**found, "mode": series.mode, "times_as_fast_as": speed, **detail}
     return Case(name=name, value=found["p50"], detail=detail)

@@ -26,17 +26,6 @@ class Series:
     mode: str
     """``graph``: replayed; ``eager``: launched one by one, because it cannot be captured."""
 
-    def percentiles(self) -> dict[str, float]:
-        """p10, median and p90, and how many rounds."""
-        ordered = sorted(self.us)
-        last = len(ordered) - 1
-        return {
-            "p10": ordered[round(0.1 * last)],
-            "p50": statistics.median(ordered),
-            "p90": ordered[round(0.9 * last)],
-            "rounds": len(ordered),
-        }
-
 
 def medians(works: dict[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
     """Return the median seconds of a call of each work on ``device``, timed in turns."""
