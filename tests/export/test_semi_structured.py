@@ -54,15 +54,6 @@ def test_loader_errors_name_the_reason(exported: Path, tmp_path: Path) -> None:
         load_semi_structured(tmp_path)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="torch takes the weight there")
-def test_error_of_torch_names_the_layer(exported: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(exported)
-    with pytest.raises(ConfigError, match=r"layer transformer\.h\.0\.mlp\.c_fc: torch refuses"):
-        semi_structured.compress(model, ["transformer.h.0.mlp.c_fc"])
-
-
 def test_compression_is_lossless(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With torch's own conversion on the CPU, in place of the tensors that a GPU multiplies."""
     from torch.sparse import _semi_structured_conversions as conversions
