@@ -93,16 +93,11 @@ def _argmax6(values, best):
 
 
 @triton.jit
-def _select6(index, v0, v1, v2, v3, v4, v5):
+def _select(index, v):
     """Return the value at ``index``."""
     odd, middle = (index & 1) != 0, (index & 2) != 0
-    low = tl.where(middle, tl.where(odd, v3, v2), tl.where(odd, v1, v0))
-    return tl.where(index >= 4, tl.where(odd, v5, v4), low)
-
-
-@triton.jit
-def _select(index, v):
-    return _select6(index, v[0], v[1], v[2], v[3], v[4], v[5])
+    low = tl.where(middle, tl.where(odd, v[3], v[2]), tl.where(odd, v[1], v[0]))
+    return tl.where(index >= 4, tl.where(odd, v[5], v[4]), low)
 
 
 @triton.jit
@@ -163,12 +158,12 @@ def _transposable_mask_kernel(w, out, n_rows, n_cols, TILE: tl.constexpr, BY_COL
     x = _argmax6(first, best)
     y = _argmax6(
         (
-            _select6(x, t0[0], t1[0], t2[0], t3[0], t4[0], t5[0]),
-            _select6(x, t0[1], t1[1], t2[1], t3[1], t4[1], t5[1]),
-            _select6(x, t0[2], t1[2], t2[2], t3[2], t4[2], t5[2]),
-            _select6(x, t0[3], t1[3], t2[3], t3[3], t4[3], t5[3]),
-            _select6(x, t0[4], t1[4], t2[4], t3[4], t4[4], t5[4]),
-            _select6(x, t0[5], t1[5], t2[5], t3[5], t4[5], t5[5]),
+            _select(x, (t0[0], t1[0], t2[0], t3[0], t4[0], t5[0])),
+            _select(x, (t0[1], t1[1], t2[1], t3[1], t4[1], t5[1])),
+            _select(x, (t0[2], t1[2], t2[2], t3[2], t4[2], t5[2])),
+            _select(x, (t0[3], t1[3], t2[3], t3[3], t4[3], t5[3])),
+            _select(x, (t0[4], t1[4], t2[4], t3[4], t4[4], t5[4])),
+            _select(x, (t0[5], t1[5], t2[5], t3[5], t4[5], t5[5])),
         ),
         best,
     )
