@@ -212,34 +212,6 @@ def test_verdicts_of_a_committed_record_are_those_of_scipy(first, second, metric
     assert found.p == pytest.approx(test.pvalue, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("table", "first", "second", "claim"),
-    [
-        ("regression", "STEP + λ", "STEP", "the decay helps STEP"),
-        ("regression", "SR-STE", "SLoPe", "masks that may change"),
-        ("regression", "STEP + λ, late", "SR-STE", "with decay and a late switch"),
-        ("regression", "S-STE", "T-SR-STE", "S-STE is better than T-SR-STE"),
-        ("regression", "S-STE, no MVUE", "half", "S-STE without MVUE is below half"),
-        ("lm", "S-STE", "T-SR-STE", "S-STE is below T-SR-STE"),
-        ("lm", "SR-STE", "dense, 933 steps", "at equal cost, a 2:4 forward weight is better than "),
-    ],
-)
-def test_verdicts_of_the_tuned_records_are_those_of_scipy(table, first, second, claim):
-    """The losses are divided by the dense loss of the seed here, without the package."""
-    results = read_record(RECORD.with_name(f"claims_tuned_{table}.json.gz"))
-    loss = {(cell.row, cell.seed): cell.metrics["loss"] for cell in results.cells}
-    assert len(results.seeds) == 8
-    percent = [
-        [100 * loss[row, seed] / loss["dense", seed] for seed in results.seeds]
-        for row in (first, second)
-    ]
-    test = stats.ttest_rel(*percent)
-    rulings = judged(results, load_table(f"claims_tuned_{table}"))
-    found = next(r for c, r in rulings if c.text.startswith(claim) and c.of[0] == first)
-    assert found.verdict == ("held" if test.statistic < 0 else "contradicted")
-    assert found.p == pytest.approx(test.pvalue, rel=1e-6) and test.pvalue < 0.01
-
-
 def test_missing_and_failed_seeds_are_named():
     random = np.random.default_rng(4)
     values = seeds(random, {"sste": 0.0, "ste": 10.0}, n=7)
