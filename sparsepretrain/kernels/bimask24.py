@@ -47,13 +47,7 @@ def bimask_ones(w: Tensor, permutations: Tensor, *, backend: str | None = None) 
 
     Four rows hold two ones in a column wherever the forward mask has two or more there, so that
     counting decides and nothing is compared, unless the forward mask had to keep zeros.
-
-    Args:
-        w: as there.
-        permutations: (candidates, out_features) int.
-
-    Returns:
-        (candidates) int64.
+    ``permutations`` are (candidates, out_features) int, the counts int64.
     """
     orders = _order("bimask_ones", w, permutations)
     pruned, forward = nm_prune(w, dim=1, backend=backend)

@@ -30,12 +30,8 @@ def kernel_of(
 ) -> Callable[..., Any] | None:
     """Return the kernel that runs ``operation`` on ``x``; None: its reference.
 
-    Args:
-        operation: the name of a public function.
-        backend: requested by the caller; None: chosen for ``x``.
-        x: decides by its device and dtype.
-        composed: the reference calls other operations with ``backend``, so that a backend without
-            a function for this one is no error.
+    ``composed``: the reference calls other operations with ``backend``, so that a backend without a
+    function for this one is no error.
     """
     chosen = choose_backend(operation, backend, x)
     kernel = None if chosen == "reference" else find(operation, chosen)

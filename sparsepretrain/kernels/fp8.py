@@ -115,10 +115,7 @@ def unscaled(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Return product / (scale_a·scale_b) + bias for a ``product`` (m, n) of fp8 values in fp32.
-
-    Args: see :func:`matmul_fp8`.
-    """
+    """Return product / (scale_a·scale_b) + bias for a ``product`` (m, n) of fp8 values in fp32."""
     result = product * (scale_a.reciprocal() * scale_b.reciprocal())
     return (result if bias is None else result + bias.float()).to(out_dtype)
 

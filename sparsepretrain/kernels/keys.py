@@ -64,14 +64,9 @@ def _words(a: Any, b: int) -> tuple[Any, Any]:
 
 
 def noise_key(seed: int, step: Any, layer: Any, product: int, offset: Any = 0) -> NoiseKey:
-    """Return the stream of one product of one layer in one optimizer step.
+    """Return the stream of one product (0 fprop, 1 dgrad, 2 wgrad) of one layer in one step.
 
-    Args:
-        seed: seed of the run, 0 ≤ seed < 2⁶³.
-        step: completed optimizer steps, an integer or 0-d int64 tensor.
-        layer: index of the layer among the sparse layers, an integer or 0-d int64 tensor.
-        product: 0 fprop, 1 dgrad, 2 wgrad.
-        offset: global index of this micro-batch's first token group.
+    ``step`` counts completed optimizer steps. ``step`` and ``layer`` may be 0-d int64 tensors.
     """
     k0, k1, _, _ = philox((step & LOW_32, layer, product, step >> 32), (seed & LOW_32, seed >> 32))
     return NoiseKey(k0, k1, offset)

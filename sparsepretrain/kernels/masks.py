@@ -16,15 +16,9 @@ from sparsepretrain.kernels.dispatch import kernel_of
 def apply_mask(
     x: Tensor, mask: Tensor, *, out: Tensor | None = None, backend: str | None = None
 ) -> Tensor:
-    """``x`` where ``mask`` is true, +0.0 elsewhere (NaN and infinities too).
+    """``x`` where ``mask`` (bool, or :func:`pack_rows`) is true, +0.0 elsewhere, also for NaN.
 
-    Args:
-        x: tensor of any floating dtype and strides.
-        mask: bool, same shape; or packed (:func:`pack_rows`).
-        out: written, rounded once to its dtype; same shape. None: a new tensor like ``x``.
-
-    Returns:
-        ``out``, or the new tensor.
+    The result is a new tensor like ``x``, or ``out``, rounded once to its dtype.
     """
     check_out("apply_mask", x, out)
     if kernel := kernel_of("apply_mask", backend, x):

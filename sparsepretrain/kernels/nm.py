@@ -79,11 +79,8 @@ def nm_prune(
 ) -> tuple[Tensor, Tensor]:
     """Return (``x`` where :func:`nm_mask` keeps it and +0.0 elsewhere, that mask), in one pass.
 
-    Arguments and errors are those of :func:`nm_mask`, and:
-
-    Args:
-        out: tensor of the shape of ``x`` to write the values to, rounded once to its dtype; the
-            mask is then packed (:func:`pack_rows`). None: a new tensor like ``x``, a bool mask.
+    Arguments are those of :func:`nm_mask`. With ``out``, of the shape of ``x``, the values are
+    written there, rounded once to its dtype, and the mask is packed (:func:`pack_rows`).
     """
     kernel = kernel_of("nm_prune", backend, x, composed=True)
     _check("nm_prune", x, n, m, dim, ties)

@@ -34,16 +34,10 @@ def uniform_noise(
     *,
     backend: str | None = None,
 ) -> list[Tensor]:
-    """Uniforms in [0, 1) on the 2⁻²⁴ grid, one block per (token group, feature).
+    """``words`` (1 or 2) fp32 tensors (groups, features), uniform in [0, 1) on the 2⁻²⁴ grid.
 
-    Args:
-        key: the stream; an integer is a seed.
-        groups, features: size of the grid; the counter is (offset + group, feature, 0, 0).
-        words: how many of the two first words of each block are wanted, 1 or 2.
-        device: where to compute.
-
-    Returns:
-        ``words`` fp32 tensors of shape (groups, features).
+    They are the first words of one block per (token group, feature), whose counter is
+    (offset + group, feature, 0, 0).
     """
     device = torch.device(device or "cpu")
     if kernel := kernel_of("uniform_noise", backend, torch.empty(0, device=device)):

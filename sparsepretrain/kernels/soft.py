@@ -70,12 +70,9 @@ def soft_prune(
 ) -> tuple[Tensor, Tensor]:
     """Return (β·S(x), the mask of its non-zeros), in one pass.
 
-    Arguments and errors are those of :func:`soft_threshold`, and:
-
-    Args:
-        out: tensor of the shape of ``x`` to write the values to, rounded once to its dtype; the
-            mask, of the unrounded values, is then packed (:func:`pack_rows`). None: a new tensor
-            like ``x``, a bool mask.
+    Arguments are those of :func:`soft_threshold`. With ``out``, of the shape of ``x``, the values
+    are written there, rounded once to its dtype, and the mask, of the unrounded values, is packed
+    (:func:`pack_rows`).
     """
     kernel = None if out is None else kernel_of("soft_prune", backend, x, composed=True)
     _check("soft_prune", x, n, m, gamma, dim)

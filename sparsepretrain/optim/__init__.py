@@ -29,12 +29,8 @@ def build_optimizer(
 
     This is nanoGPT's rule, used by the GPT-2 runs of arXiv:2404.01847 and arXiv:2409.09099.
     Parameters in the model's ``no_weight_decay()``, timm's convention, are exempt too (DeiT:
-    position embeddings and class token).
-
-    Args:
-        model: model whose parameters are optimized, shared ones once.
-        options: options of the group ``optim``.
-        special: may return an optimizer that replaces the configured one.
+    position embeddings and class token). ``special`` may return an optimizer that replaces the
+    configured one.
     """
     exempt = set(getattr(model, "no_weight_decay", set)())
     kind: Any = registry.get("optimizer", options.name)

@@ -227,14 +227,10 @@ def difference_figure(
     unit: str,
     every: Mapping[str, int],
 ) -> Figure | None:
-    """Draw curves minus those of the reference over the run, and flip rates below.
+    """Draw curves minus those of the reference (None: themselves), and flip rates below.
 
-    Args:
-        panels: title -> pairs, side by side.
-        keys: key of a curve -> label, side by side in each panel.
-        reference: name of the subtracted run; None: draw the curves themselves.
-        unit: unit of the horizontal axis, as ``tokens``.
-        every: label -> steps between two compared masks; empty: no flip rates.
+    ``panels`` and, in each, ``keys`` (key of a curve -> label) are side by side. ``every``: steps
+    between two compared masks, by label; empty: no flip rates.
     """
     runs = [own for pairs in panels.values() for seeds in pairs.values() for own, _ in seeds]
     panels = {title: pairs for title, pairs in panels.items() if any(pairs.values())}

@@ -74,7 +74,8 @@ def _curves(
         if width > 1:
             faint: dict[str, Any] = {"color": color, "alpha": 0.35, "linewidth": 0.8}
             axes.plot(steps, visible(values, log), label=f"{name}as logged", **faint)
-        marker = point_marker(mean) if split is None else MARKERS[index]
+        few = "." if len(mean) <= 40 else None
+        marker = few if split is None else MARKERS[index]
         text = name if split else name + mean_label(steps, width)
         axes.plot(steps, mean, color=color, marker=marker, markersize=4, label=text)
     return _finish(figure, run) if axes.lines else None
@@ -142,11 +143,6 @@ def step_axis(axes: Axes) -> None:
     """Label the x axis and put ticks at whole steps."""
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step")
-
-
-def point_marker(values: np.ndarray) -> str | None:
-    """Return a dot for curves of at most 40 points, else None."""
-    return "." if len(values) <= 40 else None
 
 
 def _finish(figure: Figure, run: RunData, *, legend: bool = True) -> Figure:

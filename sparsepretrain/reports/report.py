@@ -55,12 +55,8 @@ def report(runs: Sequence[Path], out: Path | None = None, *, page: bool = False)
     One run: ``plots/*.png`` and ``report.md`` in its directory. Several: ``difference.png`` (to the
     dense run of the same seed and data, flip rates below), ``final.png`` (at the end),
     ``overlay.png`` (the curves) and ``report.md`` in ``reports/<labels>``, with a warning if
-    validation losses are not comparable.
-
-    Args:
-        runs: run directories, or directories above them.
-        out: directory to write to instead.
-        page: also write ``report.html``, text and figures in one file below 1 MB.
+    validation losses are not comparable. ``out`` replaces these directories; ``page`` adds
+    ``report.html``, text and figures in one file below 1 MB. The pictures are returned first.
     """
     data = [load(run.path) for run in find_runs(runs)]
     if not data:

@@ -27,10 +27,7 @@ class Console:
     """Prints lines, progress and tables; safe to call from several threads.
 
     A closed output (``| head``, a lost terminal) silences the console and is never an error.
-
-    Args:
-        file: output; default: standard output.
-        live: redraw a progress bar; None: if ``file`` is a terminal.
+    ``live``: redraw a progress bar; None: if ``file`` is a terminal.
     """
 
     def __init__(self, file: TextIO | None = None, *, live: bool | None = None) -> None:
@@ -84,14 +81,9 @@ class Console:
         lines: bool = True,
         redraw: bool = False,
     ) -> None:
-        """Print a table; wide columns are folded, never cut off.
+        """Print a table, with borders if ``lines``; wide columns are folded, never cut off.
 
-        Args:
-            title: heading; may be empty.
-            rows: rows of equal length; cells are converted with ``str``.
-            header: names of the columns.
-            lines: draw borders.
-            redraw: replace the previous table on a terminal; printed lines stay above.
+        ``redraw``: replace the previous table on a terminal; printed lines stay above.
         """
         texts = [list(map(str, row)) for row in rows]
         names = header or [""] * max(map(len, texts), default=0)

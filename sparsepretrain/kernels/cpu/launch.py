@@ -116,13 +116,9 @@ os.register_at_fork(after_in_child=_threads.cache_clear)  # a child has none of 
 
 
 def run(kernel: Any, rows: int, arrays: tuple[Array, ...], *numbers: Any) -> None:
-    """``kernel(*arrays, *numbers)`` on parts of the rows, on at most as many threads as torch's.
+    """Run ``kernel(*arrays, *numbers)`` on parts of the rows, on at most as many threads as torch.
 
-    Args:
-        kernel: of :func:`compiled`.
-        rows: that arrays consist of: each is cut along axis 0 into as many equal parts, or empty.
-        arrays: C-contiguous.
-        numbers: of the types that the kernel computes in.
+    The contiguous arrays are cut along axis 0, which is a multiple of ``rows`` long, or are empty.
     """
     if not rows:
         return

@@ -163,12 +163,8 @@ def operator(
     """Register a function as ``sparsepretrain::name``, without the checks of ``custom_op``.
 
     Those checks add 10 µs to every launch. Without them, an output that aliases an argument or a
-    backward pass through the operator goes unnoticed.
-
-    Args:
-        name: name of the operator.
-        fake: shape and dtype function for tracing.
-        mutates: arguments written in place; the function increments their versions itself.
+    backward pass through the operator goes unnoticed. The function increments the versions of
+    arguments that it ``mutates`` itself; ``fake`` gives shapes and dtypes for tracing.
     """
 
     def register(function: Callable[P, T]) -> Callable[P, T]:
