@@ -21,9 +21,6 @@ Tensors = list[Tensor] | tuple[Tensor, ...]
 AT_ONCE = 2**16
 """Maximum elements of a foreach call over small parameters; fits CPU caches."""
 
-PARTIAL = 4096
-"""Elements summed in their own dtype before partial sums are added in fp64."""
-
 
 class StepAdamW(Optimizer):
     """AdamW with an automatic switch from a dense to a sparse phase (AutoSwitch).
@@ -245,10 +242,11 @@ class StepAdamW(Optimizer):
         """Return [Σ|Δ|, 0], or Σ log|Δ| and the count of coordinates with Δ ≠ 0."""
         size = torch.cat([part.flatten() for part in delta]).abs_()
         if self.option == 1:
-            total = _sum(size)
+            total = size.sum(dtype=torch.float64)
             return torch.stack([total, torch.zeros_like(total)])
         moved = size > 0
-        return torch.stack([_sum(size.masked_fill_(~moved, 1.0).log_()), moved.sum()])
+        logs = size.masked_fill_(~moved, 1.0).log_()
+        return torch.stack([logs.sum(dtype=torch.float64), moved.sum()])
 
     def _decide(self, change: float) -> None:
         group = self.param_groups[0]
@@ -294,12 +292,6 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _gradients(params: list[Tensor]) -> list[Tensor]:
     return [_local(p.grad) for p in params if p.grad is not None]
-
-
-def _sum(x: Tensor) -> Tensor:
-    """Sum a vector in fp64 over partial sums in its own dtype, which need no copy."""
-    whole = len(x) // PARTIAL * PARTIAL
-    return x[:whole].view(-1, PARTIAL).sum(1).double().sum() + x[whole:].sum()
 
 
 def _over_shards(sums: Tensor, like: Any) -> Tensor:

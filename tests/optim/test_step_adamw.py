@@ -126,7 +126,6 @@ def noisy(count, shape=(48, 64), **options):
 
 @pytest.mark.parametrize("option, error", [(1, 1e-7), (2, 1e-6)])
 def test_change_statistic_equals_fp64(option, error):
-    """Sums of at most 4096 numbers are in fp32, which cannot move a switch by more than this."""
     optimizer, weights = noisy(9, (97, 131), option=option)
     for w in weights:
         w.grad[:7] = 0
