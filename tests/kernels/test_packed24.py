@@ -240,7 +240,7 @@ def test_device_is_supported_if_its_matmuls_are_correct(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert "on cpu" in library.unsupported(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "7.5 is none of those" in library.unsupported(cuda)
+    assert "7.5 has no sparse tensor cores" in library.unsupported(cuda)
     library.unsupported.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     tested = []

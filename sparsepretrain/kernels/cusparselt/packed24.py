@@ -26,8 +26,6 @@ CHECKED = 2048
 take 1.4 GB for each fp64 tensor."""
 NUMBERS = 64
 """Algorithms to try where the library's search, which counts them, refuses."""
-CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
-"""Compute capabilities that the library names kernels for (its versions 0.8.0 and 0.8.1)."""
 
 
 class Algorithm(NamedTuple):
@@ -69,11 +67,8 @@ def unsupported(device: torch.device, *, fp8: bool = False) -> str | None:
         return reason
     if torch.version.hip is not None or not torch.backends.cusparselt.is_available():
         return "this build of torch has no cuSPARSELt"
-    capability = torch.cuda.get_device_capability(device)
-    if capability not in CAPABILITIES:
-        found = "{}.{}".format(*capability)
-        listed = ", ".join("{}.{}".format(*known) for known in CAPABILITIES)
-        return f"compute capability {found} is none of those with kernels ({listed})"
+    if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
+        return "compute capability {}.{} has no sparse tensor cores (8.0)".format(*capability)
     types = [(torch.float16, torch.float16), (torch.bfloat16, torch.bfloat16)]
     layouts = [(True, True, True), (False, False, False), (False, True, False)]
     if fp8:  # the dense operand is transposed, and scales and bias come after the product
