@@ -71,12 +71,14 @@ def _curves(
             continue
         mean, width = smooth(values) if split is None else (values, 1)
         mean, color = visible(mean, log), COLORS[index]
+        smoothed = "as logged"
         if width > 1:
+            smoothed = f"running mean over {int(np.median(np.diff(steps))) * width} steps"
             faint: dict[str, Any] = {"color": color, "alpha": 0.35, "linewidth": 0.8}
             axes.plot(steps, visible(values, log), label=f"{name}as logged", **faint)
         few = "." if len(mean) <= 40 else None
         marker = few if split is None else MARKERS[index]
-        text = name if split else name + mean_label(steps, width)
+        text = name if split else name + smoothed
         axes.plot(steps, mean, color=color, marker=marker, markersize=4, label=text)
     return _finish(figure, run) if axes.lines else None
 
@@ -195,13 +197,6 @@ def footed(figure: Figure, runs: Sequence[RunData]) -> Figure:
     text = textwrap.fill(" · ".join(part for part in parts if part), width, max_lines=3)
     figure.supxlabel(text, fontsize=7, color=GRAY, x=0.01, ha="left")
     return figure
-
-
-def mean_label(steps: np.ndarray, width: int) -> str:
-    """Return the label of a smoothed curve, with the width in steps."""
-    if width == 1:
-        return "as logged"
-    return f"running mean over {int(np.median(np.diff(steps))) * width} steps"
 
 
 def visible(values: np.ndarray, log: bool = True) -> np.ndarray:
