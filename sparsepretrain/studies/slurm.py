@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from submitit import AutoExecutor, Job, SlurmExecutor
+from submitit import SlurmExecutor
 from submitit.core.utils import FailedJobError
 from submitit.helpers import Checkpointable
 
 from sparsepretrain.errors import ConfigError, one_line
 
 REQUEUED = 1000
-"""Most requeues of a job that reaches its time limit; time limit in hours of a local job."""
+"""Most requeues of a job that reaches its time limit."""
 
 
 class Line(Checkpointable):
@@ -30,24 +30,18 @@ def submit(name: str, lines: Sequence[str], settings: dict[str, str], folder: Pa
 
     Args:
         lines: see :func:`reproduce.commands`.
-        settings: options of sbatch, as ``partition``, ``gpus``, ``time``; ``cluster=local`` runs on
-            this machine, ``jobs`` is the number of jobs at a time.
+        settings: options of sbatch, as ``partition``, ``gpus``, ``time``; ``jobs`` is the number of
+            jobs at a time.
         folder: directory for scripts and outputs of the jobs.
     """
     options: dict[str, Any] = dict(settings)
-    cluster, most = options.pop("cluster", "slurm"), int(options.pop("jobs", len(lines)))
-    executor: Any
+    most = int(options.pop("jobs", len(lines)))
     try:
-        if cluster == "slurm":
-            executor = SlurmExecutor(folder / "%j", max_num_timeout=REQUEUED)
-            # None: the limit of the partition instead of submitit's five minutes
-            executor.update_parameters(
-                time=None, job_name=name, array_parallelism=most, additional_parameters=options
-            )
-        else:
-            executor = AutoExecutor(folder / "%j", cluster=cluster)
-            executor.update_parameters(timeout_min=REQUEUED * 60)
-        jobs: list[Job[None]] = executor.map_array(Line(), lines)
+        executor = SlurmExecutor(folder / "%j", max_num_timeout=REQUEUED)
+        # None: the limit of the partition instead of submitit's five minutes
+        executor.update_parameters(
+            time=None, job_name=name, array_parallelism=most, additional_parameters=options
+        )
+        return executor.map_array(Line(), lines)
     except (RuntimeError, ValueError, OSError, FailedJobError) as error:
         raise ConfigError(f"--slurm: {one_line(error)}; --commands works anywhere") from error
-    return jobs
