@@ -84,13 +84,8 @@ def matmul_fp8(
     than fp32 between promotions to it, and CPUs in fp32. The reference multiplies the same values
     in fp32, on GPUs in bf16, in which they are exact.
 
-    Args:
-        a: (m, k) in fp8. Unless ``backend`` is the reference it is contiguous, and 16 divides k.
-        b: (n, k) in fp8, likewise; 16 divides n too, and not both are e5m2.
-        scale_a, scale_b: 0-d fp32, of :func:`quantize_fp8`.
-        bias: (n,), added before rounding; tensor cores add it in a 16-bit ``out_dtype``.
-        out_dtype: fp32, bf16 or fp16.
-        backend: None or ``"reference"``.
+    Unless ``backend`` is ``"reference"``, a (m, k) and b (n, k) are contiguous, not both e5m2, and
+    16 divides k and n. ``bias`` is (n,); tensor cores add it in a 16-bit ``out_dtype``.
     """
     if backend == "reference":
         if a.is_cuda:

@@ -174,12 +174,9 @@ class Study(contextlib.AbstractContextManager["Study"]):
     Finished cells are skipped, partial ones continue, and a failed one stays as a row with its
     error while the others go on. Further calls of :meth:`run` add cells.
 
-    Args:
-        console: shows the table, redrawn on a terminal, else a line for every change.
-        jobs: number of cells at a time; they divide the threads of the CPU.
-        devices: entries of ``CUDA_VISIBLE_DEVICES``; each child sees the least used of them, one
-            per rank, and cells share a device only if there are more jobs than devices. Empty:
-            children see all devices of this process.
+    ``jobs`` cells at a time divide the threads of the CPU. Of ``devices``, entries of
+    ``CUDA_VISIBLE_DEVICES``, each child sees the least used, one per rank; cells share a device
+    only if there are more jobs than devices. Without ``devices``, children see all of this process.
     """
 
     def __init__(
