@@ -12,9 +12,6 @@ from sparsepretrain.kernels.masks import apply_mask
 from sparsepretrain.kernels.nm import nm_mask, nm_prune
 from sparsepretrain.kernels.noise import uniform_like
 
-EPSILON = 1e-4
-"""Added to the pruned L1 norm by the authors (sdgp.py, prune_wrapper)."""
-
 
 @torch.no_grad()
 def prune_gradient(
@@ -25,7 +22,7 @@ def prune_gradient(
     variant: str = "magnitude",
     scope: str = "channel",
     rescale: bool = False,
-    epsilon: float = EPSILON,
+    epsilon: float = 1e-4,
     dim: int = -1,
     uniforms: Tensor | None = None,
     key: AnyKey | int | None = None,
@@ -42,8 +39,8 @@ def prune_gradient(
         scope: of ``rescaled``: ``channel`` (for two axes: sums over axis 0; otherwise per item of
             axis 0 and channel over the rest), ``group`` or ``tensor``.
         rescale: ``random`` only: multiply by m/n, which makes it unbiased.
-        epsilon: of ``rescaled``. The authors' value shrinks gradients whose sums are near it, by
-            an amount that depends on the loss scale; 0 restores the norm exactly.
+        epsilon: of ``rescaled``. The authors' 1e-4 (sdgp.py, prune_wrapper) shrinks gradients whose
+            sums are near it, by an amount that depends on the loss scale; 0 restores the norm.
         dim: the channel axis (out_features; 1 for NCHW); its size is a multiple of ``m``.
         uniforms: draws of ``random`` in [0, 1), shape of ``g``; else drawn under ``key`` with
             counter (flattened index of the other axes, index along ``dim``).

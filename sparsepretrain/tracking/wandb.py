@@ -53,12 +53,8 @@ class WeightsAndBiases:
         self._run = self._init("offline", run_id)
         if self.tracker.mode == "offline":
             return None
-        return f"is not reachable and records offline: upload with `wandb sync {self.directory}`"
-
-    @property
-    def directory(self) -> Path:
-        """Directory of the open W&B run; ``offline-run-…`` if offline."""
-        return Path(self._run.dir).parent
+        directory = Path(self._run.dir).parent
+        return f"is not reachable and records offline: upload with `wandb sync {directory}`"
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self._run.log(values, step=step)  # rows of one step are merged
