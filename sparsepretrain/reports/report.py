@@ -61,15 +61,10 @@ def report(runs: Sequence[Path], out: Path | None = None, *, page: bool = False)
     data = [load(run.path) for run in find_runs(runs)]
     if not data:
         raise ConfigError("no run given: name one or more run directories")
-    try:
-        if len(data) == 1:
-            return _one(data[0], Path(out) if out else data[0].path, page=page)
-        names = labels(data)
-        return _several(
-            data, names, Path(out) if out else Path("reports") / _file_name(names), page
-        )
-    except OSError as error:
-        raise _unwritable(error) from error
+    if len(data) == 1:
+        return _one(data[0], Path(out) if out else data[0].path, page=page)
+    names = labels(data)
+    return _several(data, names, Path(out) if out else Path("reports") / _file_name(names), page)
 
 
 def report_table(
@@ -108,17 +103,10 @@ def report_table(
             )
     tables = {part.name: load_table(part.name, config_dirs) for part in [results, *results.all()]}
     page = render(results, tables)
-    try:
-        if record:
-            write_record(results, file)
-        return _write(out, page.figures, page.lines, f"{name}.md", page=True)
-    except OSError as error:
-        raise _unwritable(error) from error
-
-
-def _unwritable(error: OSError) -> ConfigError:
-    where = f"{error.filename}: {error.strerror}"
-    return ConfigError(f"cannot write the report: {where}; choose another --out")
+    written = _write(out, page.figures, page.lines, f"{name}.md", page=True)
+    if record:
+        write_record(results, file)
+    return written
 
 
 def _one(run: RunData, out: Path, *, page: bool) -> list[Path]:
@@ -259,14 +247,18 @@ def _write(
     text = "\n".join(lines).rstrip() + "\n"
     file = out / name if name else RunDirectory(out).report_file
     written = [*map(out.joinpath, figures)]
-    for path in [*written, file]:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    for picture, figure in figures.items():
-        figure.savefig(out / picture)
-    write_atomic(file, text)
-    if page:
-        written.append(file.with_suffix(".html"))
-        write_atomic(written[-1], html_page(text, figures))
+    try:
+        for path in [*written, file]:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        for picture, figure in figures.items():
+            figure.savefig(out / picture)
+        write_atomic(file, text)
+        if page:
+            written.append(file.with_suffix(".html"))
+            write_atomic(written[-1], html_page(text, figures))
+    except OSError as error:
+        where = f"{error.filename}: {error.strerror}"
+        raise ConfigError(f"cannot write the report: {where}; choose another --out") from error
     return [*written, file]
 
 
