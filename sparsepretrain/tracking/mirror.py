@@ -95,5 +95,6 @@ class Lane(threading.Thread):
             self._drop(f"failed ({type(error).__name__}{': ' if first else ''}{first})")
 
     def _drop(self, reason: str) -> None:
-        self._dropped = True
-        self._warn(f"{self._mirror.name} {reason}; metrics.jsonl stays complete")
+        if not self._dropped:
+            self._dropped = True
+            self._warn(f"{self._mirror.name} {reason}; metrics.jsonl stays complete")
