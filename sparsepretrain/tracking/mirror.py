@@ -90,6 +90,9 @@ class Lane(threading.Thread):
             while (item := self._queue.get()) is not None:
                 self._mirror.log(*item)
             self._mirror.close(*self._ending)
+        except ImportError as error:
+            package = (error.name or self._mirror.name).partition(".")[0]
+            self._drop(f"needs the package {package}, which is not installed")
         except Exception as error:  # a run must survive all errors of third parties
             first = next(iter(str(error).splitlines()), "")
             self._drop(f"failed ({type(error).__name__}{': ' if first else ''}{first})")
