@@ -334,8 +334,11 @@ class Study(contextlib.AbstractContextManager["Study"]):
     def show_all(self) -> None:
         """Print the table unless a terminal shows it already."""
         self._console.stop()
-        if not self._console.live:
-            self._console.table(self._title(), *self._table())
+        rows, header = self._table()
+        if not rows:  # many cells, all finished
+            self._console.info(self._title())
+        elif not self._console.live:
+            self._console.table(self._title(), rows, header)
 
     def _table(self) -> tuple[list[list[str]], tuple[str, ...]]:
         shown = self.cells
