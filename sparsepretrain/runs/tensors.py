@@ -34,9 +34,6 @@ class Stored:
 
     ``stored[...]`` is the whole tensor and ``stored[2:4]`` two rows of it. Both may be memory maps
     of a file: copy them before the file is removed.
-
-    Args:
-        pieces: index of the first row -> rows, memory maps of a file.
     """
 
     def __init__(self, pieces: Mapping[int, Tensor]) -> None:

@@ -176,13 +176,7 @@ class Backend:
         self.trials: dict[Case, Trial] = {}
 
     def reasons(self, row: Row, size: LayerSize, base: Products) -> dict[str, str]:
-        """Return N:M operand -> the reason for which it cannot be packed; "": it can.
-
-        Args:
-            row: operands in the sparse phase.
-            size: of the layer.
-            base: the layer's products without packing.
-        """
+        """Return N:M operand -> the reason for which it cannot be packed; "": it can."""
         device = self.device if size.device.type == "meta" else size.device
         missing = "" if device is None else unsupported(device, fp8=uses_fp8(base)) or ""
         found = {}

@@ -56,11 +56,6 @@ class MicroBatches:
 
     The number is written to the clock of the model. It is in no buffer: ranks differ in it, and
     DistributedDataParallel broadcasts buffers.
-
-    Args:
-        clock: of the model.
-        has_gradient: returns True if the weights have gradients.
-        sync: brings the clock up to date.
     """
 
     def __init__(

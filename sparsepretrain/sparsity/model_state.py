@@ -27,14 +27,6 @@ class ModelState:
     The counters exist twice: as integers, which eager layers read without synchronizing with the
     device, and as a buffer of the root, which is part of state dicts. :meth:`sync` updates the
     integers after the buffer was loaded. A child module would be called by nn.Sequential.
-
-    Args:
-        root: the model that was given to ``sparsify``.
-        method: the method, in its current phase.
-        precision: fp8 formats; None: matmuls follow autocast.
-        backend: policy for sparse matmuls; None: all matmuls are emulated.
-        seed: seed of the random draws.
-        device: device of the weights.
     """
 
     def __init__(

@@ -37,9 +37,6 @@ class OperandCache:
 
     Nothing is kept unless the loop asked for it (``store_operands``) or FSDP gathers operands: then
     :meth:`to_gather` projects the own rows once per step, and the weight that a forward sees is A.
-
-    Args:
-        layer: gives projections, products and rows.
     """
 
     store: torch.dtype | None = None

@@ -120,12 +120,7 @@ class PreparedRows(Rows):
 
 
 class ShardedRows(Rows):
-    """Rows of the storage of a sparse weight that this rank has.
-
-    Args:
-        name: of the layer.
-        parameter: its weight after ``fully_shard``.
-    """
+    """Rows of the storage of a sparse weight that this rank has."""
 
     is_sharded = True
 

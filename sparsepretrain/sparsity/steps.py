@@ -29,12 +29,7 @@ J = Row().J
 
 
 class Steps:
-    """Apply J before a step; update counters, operands and flips after it.
-
-    Args:
-        state: state of the model.
-        layers: name -> sparse layer, in the model's order.
-    """
+    """Apply J before a step; update counters, operands and flips after it."""
 
     only_finite = False
     """True if the caller never steps on a gradient that is not finite. Then a fused optimizer skips

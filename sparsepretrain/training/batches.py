@@ -86,14 +86,7 @@ def split_requests(split: str, samples: int, micro: int, batches: int | None) ->
 
 
 class TrainingBatches:
-    """One rank's micro-batches of each step; consecutive steps are prefetched.
-
-    Args:
-        task: with open data.
-        size, micro: samples of the global batch, and of a micro-batch.
-        device, workers: see :func:`stream`.
-        share: see :func:`training_requests`.
-    """
+    """One rank's micro-batches of each step; consecutive steps are prefetched."""
 
     def __init__(
         self,

@@ -76,12 +76,6 @@ def finetuned(
 
     The recipe of ``task=`` brings data, optimizer, schedule and epochs; the checkpoint brings the
     model, its tokenizer, method and precision. What is typed wins.
-
-    Args:
-        checkpoint: see :func:`sparsepretrain.runs.weights.find`.
-        overrides: ``task=…`` among them.
-        config_dirs: see :func:`sparsepretrain.config.compose.compose`.
-        console: shows which damaged checkpoints are skipped.
     """
     parsed = _asked(overrides, config_dirs)
     source = weights.find(checkpoint, console.warn)

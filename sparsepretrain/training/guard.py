@@ -33,9 +33,6 @@ class Guard:
     A spike enters the window like every other value, so a new level is accepted after at most four
     steps. The loss is expected to jump where sparse training begins or ends, so the window is
     cleared there.
-
-    Args:
-        rule: ``guard`` of the configuration.
     """
 
     def __init__(self, rule: Literal["stop", "skip", "spike"]) -> None:

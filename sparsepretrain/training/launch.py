@@ -53,11 +53,7 @@ def processes(run: Run) -> int:
 
 
 def launch(run: Run, count: int, stop_after: int | None = None) -> int:
-    """:func:`~sparsepretrain.training.trainer.train` in ``count`` processes.
-
-    Returns:
-        0, or the exit code of a signal; one that was sent to this process is passed on.
-    """
+    """Train in ``count`` processes; return 0, or the exit code of a signal, which is passed on."""
     logging.disable()  # the agent repeats in forty lines what its processes reported in one
     # threads that fight for the cores make every process slower
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // count)))

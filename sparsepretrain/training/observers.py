@@ -58,9 +58,6 @@ class FlipObserver(Observer):
     Flips are summed on the device and read only when a line is logged. There are two sums: one per
     line, one per line with values of each layer, which are rarer. Checkpoints keep both, so a mean
     does not depend on where a run was stopped.
-
-    Args:
-        sparsifier: attached; flips are divided by the entries of its layers.
     """
 
     name = "flips"
@@ -125,10 +122,6 @@ class EMA(Observer):
     Master weights are averaged; buffers (BatchNorm statistics, scales and masks of the method) are
     those of the model. Evaluation projects the average, whose mask was never trained with, so the
     headline metrics of a run use its own weights.
-
-    Args:
-        model: on its device.
-        decay: d, in (0, 1).
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

@@ -109,14 +109,7 @@ def dry_run(run: Run, console: Console | None = None) -> None:
 def shard_rows(
     run: Run, model: nn.Module, sparsifier: Sparsifier, state: float
 ) -> list[tuple[str, str]]:
-    """Return memory and traffic of a rank of ``parallel=fsdp``, by formula; else no rows.
-
-    Args:
-        run: says how many processes there are in ``parallel.nproc``.
-        model: sparse, not sharded.
-        sparsifier: of it.
-        state: bytes of weights, gradients, moments and operands in one process.
-    """
+    """Return memory and traffic of a rank of ``parallel=fsdp``, by formula; else no rows."""
     processes = run.nproc
     if run.parallel.name != "fsdp" or processes == 1:
         return []

@@ -20,14 +20,7 @@ FIXED = ("model.", "task.", "data.", "sparsity.", "optim.name", "seed", "batch.s
 def choose_checkpoint(
     directory: RunDirectory, run: Run, named: Checkpoint | None, console: Console
 ) -> Checkpoint | None:
-    """Return the checkpoint to resume from, or None to start from scratch.
-
-    Args:
-        directory: directory of the run.
-        run: configuration with ``resume``.
-        named: result of :func:`named_checkpoint`.
-        console: prints the choice.
-    """
+    """Return the checkpoint to resume from, or None to start from scratch."""
     if run.resume == "never":
         if any(directory.checkpoints.glob("step_*")) or directory.record_file.exists():
             console.info(f"resume=never: the earlier run is kept in {directory.set_aside()}")

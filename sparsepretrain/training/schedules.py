@@ -40,12 +40,6 @@ def learning_rate(schedule: Schedule, peak: float, step: int, steps: int) -> flo
     update has rate 0 (nanoGPT until 2024, on which S-STE and T-SR-STE build). Decays reach
     ``end`` times the peak at ``steps``, a triangle reaches zero there. The stable phase of ``wsd``
     does not depend on ``steps``, so a longer run can continue it.
-
-    Args:
-        schedule: the group ``schedule``.
-        peak: ``optim.lr``.
-        step: completed optimizer steps, from 0.
-        steps: optimizer steps of the run.
     """
     if isinstance(schedule, Triangle):
         return peak * _triangle(schedule, step / steps)
