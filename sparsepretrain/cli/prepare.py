@@ -26,7 +26,8 @@ class Prepare(ConfiguredVerb):
 
     def run(self, args: argparse.Namespace) -> int:
         options = data_options(args.overrides, args.config_dir)
-        from sparsepretrain import data
+        from sparsepretrain.data.formats import amounts
+        from sparsepretrain.data.preparation import prepare
         from sparsepretrain.data.source import GeneratedSource
         from sparsepretrain.tracking.console import Console, count
 
@@ -35,10 +36,10 @@ class Prepare(ConfiguredVerb):
             console.info(f"{options.name} is generated during training: nothing to prepare")
             return 0
         start = time.monotonic()
-        prepared = data.prepare(options, workers=args.workers, on_progress=console.progress)
+        prepared = prepare(options, workers=args.workers, on_progress=console.progress)
         console.stop()
         seconds = time.monotonic() - start
-        unit, sizes = data.amounts(options, prepared)
+        unit, sizes = amounts(options, prepared)
         total = sum(sizes.values())
         parts = ", ".join(f"{split} {count(size)}" for split, size in sizes.items())
         console.info(f"prepared {count(total)} {unit} ({parts}) in {prepared.directory}")

@@ -13,19 +13,23 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sparsepretrain import registry
-from sparsepretrain.data.encoding import open_codec
+from sparsepretrain.data.encoding import Codec, open_codec
 from sparsepretrain.data.formats import FORMATS, raw_targets
-from sparsepretrain.data.shards import Job, run
 from sparsepretrain.data.source import SPLITS, TRAIN, VALIDATION, GeneratedSource, Shard, Source
 from sparsepretrain.data.tokens import (
     FORMAT,
@@ -43,6 +47,7 @@ from sparsepretrain.files import cache_directory, sync, write_atomic
 
 TRAINING_TEXT = 256 << 20
 """Maximum bytes of training text for a tokenizer; more hardly changes the result."""
+
 LONG_CHECK = 1 << 30
 """Bytes whose checksums take about a second; progress is reported above this."""
 
@@ -100,12 +105,12 @@ def prepare(
     source, directory = _locate(options)
     report = on_progress or (lambda progress: None)
     with contextlib.suppress(Damaged):
-        return _open(directory, report, known=False)
+        return _verified(directory, report, known=False)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with _exclusive(directory, report):
             try:
-                return _open(directory, report, known=False)
+                return _verified(directory, report, known=False)
             except Damaged as damage:
                 if directory.exists():
                     text = f"{damage.problem}: preparing {options.name} again"
@@ -116,7 +121,7 @@ def prepare(
                 if source.kind in FORMATS:  # hours of tokenized text survive a repair
                     shutil.rmtree(f"{directory}.partial", ignore_errors=True)
                 raise
-            return _open(directory, report, known=False)
+            return _verified(directory, report, known=False)
     except OSError as error:
         where = error.filename or directory
         raise DataError(
@@ -132,15 +137,14 @@ def load(options: Any, *, on_progress: OnProgress | None = None) -> TokenData:
         DataError: the data is missing or damaged, and preparing needs the network.
     """
     source, directory = _locate(options)
-    if (directory / MANIFEST).is_file():
-        try:
-            return _open(directory, on_progress or (lambda progress: None), known=True)
-        except Damaged:
-            if not source.offline:
-                raise
-    if not source.offline:
-        raise DataError(source.missing())
-    return prepare(options, on_progress=on_progress)
+    try:
+        return _verified(directory, on_progress or (lambda progress: None), known=True)
+    except Damaged:
+        if source.offline:
+            return prepare(options, on_progress=on_progress)
+        if (directory / MANIFEST).is_file():
+            raise
+        raise DataError(source.missing()) from None
 
 
 def _locate(options: Any) -> tuple[Source, Path]:
@@ -161,15 +165,18 @@ def _locate(options: Any) -> tuple[Source, Path]:
     return source, cache_directory() / f"{options.name}-{key}"
 
 
-def _open(directory: Path, report: OnProgress, *, known: bool) -> TokenData:
-    """Open prepared data after comparing checksums, or raise :class:`Damaged`."""
+def _verified(directory: Path, report: OnProgress, *, known: bool) -> TokenData:
+    """Open prepared data after comparing checksums, or raise :class:`Damaged`.
+
+    ``known``: trust files that have not changed since the last check.
+    """
     data, begin = open_tokens(directory), time.monotonic()
 
     def checking(done: int, total: int) -> None:
         if total > LONG_CHECK:
             report(Progress("checking", done, total, "bytes", time.monotonic() - begin))
 
-    verify(directory, known=known, on_bytes=checking)
+    verify(directory, checking, known=known)
     return data
 
 
@@ -205,9 +212,26 @@ def _build(source: Source, directory: Path, workers: int | None, report: OnProgr
             f"tokenizer {source.tokenizer.name} has {codec.vocab_size} tokens, more than "
             f"data.vocab_size={source.vocab_size}: set data.vocab_size={codec.vocab_size}"
         )
-    job = Job(source, tokenizer, token_dtype(source.vocab_size).str, parts)
+    job = _Job(source, tokenizer, token_dtype(source.vocab_size).str, parts)
     _tokenize(job, shards, workers, report)
     _publish(_merge(job, shards, report), directory)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Settings shared by all workers."""
+
+    source: Source
+    tokenizer: Path | None
+    """tokenizer.json; None: bytes."""
+    dtype: str
+    """NumPy dtype of the token files."""
+    directory: Path
+    """Output directory."""
+
+    def file(self, shard: Shard) -> Path:
+        """Return the token file of ``shard``; an existing file is complete."""
+        return self.directory / f"{shard.split}-{shard.index:06d}.bin"
 
 
 @dataclass(frozen=True)
@@ -232,7 +256,7 @@ class _TrainingText:
                 return
 
 
-def _tokenize(job: Job, shards: list[Shard], workers: int | None, report: OnProgress) -> None:
+def _tokenize(job: _Job, shards: list[Shard], workers: int | None, report: OnProgress) -> None:
     pending = [shard for shard in shards if not job.file(shard).exists()]
     if workers is None:
         # the cores available to this process, where the system tells
@@ -242,12 +266,72 @@ def _tokenize(job: Job, shards: list[Shard], workers: int | None, report: OnProg
     done, tokens = total - sum(shard.size for shard in pending), 0
     phase = _Phase(report, "tokenizing", total, job.source.unit)
     phase(done)
-    for shard, count in run(job, pending, min(workers, len(pending))):
+    for shard, count in _run(job, pending, min(workers, len(pending))):
         done, tokens = done + shard.size, tokens + count
         phase(done, tokens)
 
 
-def _merge(job: Job, shards: list[Shard], report: OnProgress) -> Path:
+def _run(job: _Job, shards: list[Shard], workers: int) -> Iterator[tuple[Shard, int]]:
+    """Tokenize ``shards`` and yield each with its number of tokens when finished."""
+    if workers <= 1:
+        codec = open_codec(job.tokenizer)
+        for shard in shards:
+            yield shard, _tokenize_shard(job, codec, shard)
+        return
+    # not fork: tokenizers and pyarrow have threads, and a forked lock stays locked
+    executor = ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn"), _start_worker, (job,)
+    )
+    try:
+        futures = {executor.submit(_in_worker, shard): shard for shard in shards}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a worker process died while tokenizing (out of memory?): run again with fewer "
+            "--workers; finished shards are kept"
+        ) from error
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _tokenize_shard(job: _Job, codec: Codec, shard: Shard) -> int:
+    documents = list(job.source.documents(shard))
+    encoded = codec.encode([text for text, _ in documents])
+    end = np.array([] if codec.end_of_text is None else [codec.end_of_text], dtype=job.dtype)
+    parts = [end[:0]]
+    for ids, (_, last) in zip(encoded, documents, strict=True):
+        parts += [ids.astype(job.dtype, copy=False), end if last else end[:0]]
+    tokens = np.concatenate(parts)
+    # an orphaned worker may still write a shard that another process works on: own temporary file
+    write_atomic(job.file(shard), tokens.data, tag=f".{os.getpid()}")
+    return len(tokens)
+
+
+_worker: tuple[_Job, Codec]
+
+
+def _start_worker(job: _Job) -> None:
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # or each would start a thread per core
+    _worker = job, open_codec(job.tokenizer)
+
+
+def _die_with_parent() -> None:
+    # a killed parent closes no queue: its workers would wait forever
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def _in_worker(shard: Shard) -> int:
+    return _tokenize_shard(*_worker, shard)
+
+
+def _merge(job: _Job, shards: list[Shard], report: OnProgress) -> Path:
     """Concatenate the shards of each split in the directory ``final`` and return its path."""
     final = job.directory / "final"
     shutil.rmtree(final, ignore_errors=True)

@@ -75,11 +75,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def open_tokens(directory: Path) -> TokenData:
-    """Open a prepared directory.
-
-    Raises:
-        Damaged: a file is missing, or its size is not the recorded one.
-    """
+    """Open a prepared directory; raise Damaged if a file is missing or has another size."""
     manifest = _read_manifest(directory)
     name, dtype = manifest["name"], np.dtype(manifest["dtype"])
     tokens = {}
@@ -103,9 +99,7 @@ def open_tokens(directory: Path) -> TokenData:
     )
 
 
-def verify(
-    directory: Path, *, known: bool, on_bytes: Callable[[int, int], None] = lambda done, total: None
-) -> None:
+def verify(directory: Path, on_bytes: Callable[[int, int], None], *, known: bool) -> None:
     """Compare the files of a prepared directory with their checksums.
 
     Args:

@@ -9,20 +9,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from sparsepretrain import data as datasets
+import numpy as np
+
 from sparsepretrain import registry
+from sparsepretrain.data.encoding import Codec, open_codec
+from sparsepretrain.data.formats import records
+from sparsepretrain.data.order import Shuffle, pad, windows
+from sparsepretrain.data.preparation import load
 from sparsepretrain.data.tokenizer import tokenizer
+from sparsepretrain.data.tokens import TokenData
 from sparsepretrain.errors import ConfigError, DataError
 from sparsepretrain.limits import Problems
 from sparsepretrain.tasks import Batch, Observation, Progress, Task, averages, widen
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
     from torch import Tensor, nn
 
-    from sparsepretrain.data import TokenData
-    from sparsepretrain.data.encoding import Codec
     from sparsepretrain.models import Head
 
 
@@ -38,10 +41,10 @@ class WindowTask(Task):
     """True if a full evaluation includes the shorter windows at the ends of a split."""
 
     def open_data(self, splits: Sequence[str], on_progress: Progress = None) -> None:
-        tokens = datasets.load(self.data_options, on_progress=on_progress)
+        tokens = load(self.data_options, on_progress=on_progress)
         replacement = getattr(self.options, "replacement", False)
         self._windows = {
-            split: datasets.windows(
+            split: windows(
                 tokens,
                 split,
                 self.options.sequence_length,
@@ -152,10 +155,7 @@ class RecordTask(Task):
         return self.recipe.build_headed(self.model_options, self.head, self.outputs)
 
     def open_data(self, splits: Sequence[str], on_progress: Progress = None) -> None:
-        from sparsepretrain.data.encoding import open_codec
-        from sparsepretrain.data.order import Shuffle
-
-        data = datasets.load(self.data_options, on_progress=on_progress)
+        data = load(self.data_options, on_progress=on_progress)
         self.fingerprint = data.fingerprint
         self.tokenizer_file = tokenizer(self.options.tokenizer).file()
         codec = open_codec(self.tokenizer_file)
@@ -184,10 +184,7 @@ class RecordTask(Task):
 
     def collate(self, samples: list[Sample]) -> Batch:
         """Return a batch: padded ``tokens``, bool ``mask``, ``second``, ``targets``, ``about``."""
-        import numpy as np
         import torch
-
-        from sparsepretrain.data.order import pad
 
         tokens = pad([sample.ids for sample in samples], 0)
         ends = np.array([[len(sample.ids)] for sample in samples])
@@ -204,8 +201,6 @@ class RecordTask(Task):
 
     def example(self, size: int, device: torch.device) -> Batch:
         """Return sequences of maximum length."""
-        import numpy as np
-
         length = self.capacity
         batch = self.collate([Sample(np.zeros(length), length, self.target)] * size)
         return {k: v if k == "about" else v.to(device) for k, v in batch.items()}
@@ -231,8 +226,6 @@ def _encoded(task: RecordTask, data: TokenData, split: str, codec: Codec) -> tup
     # Data is opened twice, to convert epochs to steps and to train: encode it once.
     key = (type(task), repr(task.options), repr(task.data_options), data.fingerprint, split)
     if key not in _cache:
-        from sparsepretrain.data.formats import records
-
         _cache[key] = tuple(task.encode(records(data, split), codec))
         while len(_cache) > 4:
             del _cache[next(iter(_cache))]
@@ -244,6 +237,4 @@ _cache: dict[Any, tuple[Sample, ...]] = {}
 
 def join(*parts: Any) -> np.ndarray:
     """Concatenate tokens of texts and special tokens into one int64 array."""
-    import numpy as np
-
     return np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from sparsepretrain.data.images import open_images
+from sparsepretrain.data.order import Shuffle
 from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, Observation, Progress, Task, cross_entropy, widen
@@ -93,8 +95,6 @@ class ImageClassification(Task):
 
     def open_data(self, splits: Sequence[str], on_progress: Progress = None) -> None:
         from sparsepretrain.data.augmentation import Augmentation
-        from sparsepretrain.data.images import open_images
-        from sparsepretrain.data.order import Shuffle
 
         self._images, self.fingerprint = open_images(
             self.data_options, tuple(splits), self.model_options.classes, on_progress

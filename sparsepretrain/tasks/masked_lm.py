@@ -6,7 +6,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import numpy as np
+
+from sparsepretrain.data.encoding import open_codec
 from sparsepretrain.data.source import SPLITS
+from sparsepretrain.data.tokens import TokenData
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
@@ -14,11 +18,8 @@ from sparsepretrain.tasks import Batch, Observation, Task, cross_entropy
 from sparsepretrain.tasks._bases import WindowTask
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
     from torch import Tensor, nn
-
-    from sparsepretrain.data import TokenData
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,8 +62,6 @@ class MaskedLM(WindowTask):
 
     def opened(self, tokens: TokenData) -> None:
         """Find the mask token and the special tokens, which are never selected."""
-        from sparsepretrain.data.encoding import open_codec
-
         codec, rows = open_codec(tokens.tokenizer_file), self.model_options.vocab_size
         mask = tokens.vocab_size if codec.mask is None else codec.mask
         if mask >= rows:
@@ -121,8 +120,6 @@ class Masking:
 
     def __init__(self, options: Any, mask: int, special: Collection[int], vocab_size: int) -> None:
         """Take the task's options; ``special`` tokens are neither selected nor drawn."""
-        import numpy as np
-
         self._probability = options.probability
         self._masked = options.mask_fraction
         self._changed = options.mask_fraction + options.random_fraction
@@ -146,8 +143,6 @@ class Masking:
             Masked tokens like ``rows``; selected flattened positions, ascending; original tokens
             there. All int64.
         """
-        import numpy as np
-
         tokens = rows.copy()
         length, ordinary = rows.shape[1], self._ordinary
         key = np.array([seed, step * len(SPLITS) + SPLITS.index(split)], dtype=np.uint64)

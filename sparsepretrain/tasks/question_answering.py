@@ -9,6 +9,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
+import numpy as np
+
+from sparsepretrain.data.encoding import Codec
 from sparsepretrain.data.sources.questions import QUESTIONS
 from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
@@ -16,10 +19,7 @@ from sparsepretrain.tasks import Batch, Observation, averages
 from sparsepretrain.tasks._bases import RecordTask, RecordTaskOptions, Sample, join
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor, nn
-
-    from sparsepretrain.data.encoding import Codec
 
 BEST = 20
 """Number of most likely starts tried with their best ends, as in SQuAD's evaluations."""
@@ -93,8 +93,6 @@ class QuestionAnswering(RecordTask):
         context: tuple[np.ndarray, np.ndarray],
         codec: Codec,
     ) -> Iterator[Sample]:
-        import numpy as np
-
         template = codec.template()
         ids, spans = context
         head = [template.prefix, question[: self.options.max_question], template.middle]

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from sparsepretrain import registry
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.limits import Problems
@@ -60,7 +62,6 @@ class Regression(Task):
 
     def batch(self, split: str, step: int, positions: Sequence[int], size: int) -> Batch:
         """Return ``inputs`` (n, inputs) and ``targets`` (n, outputs), both fp32."""
-        import numpy as np
         import torch
 
         numbers = np.asarray(positions, dtype=np.int64) + step * size

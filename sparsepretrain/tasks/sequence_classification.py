@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
+from sparsepretrain.data.encoding import Codec
 from sparsepretrain.data.sources.labelled_texts import LABELED
 from sparsepretrain.errors import ConfigError, needs
 from sparsepretrain.limits import Problems
@@ -18,8 +19,6 @@ from sparsepretrain.tasks._bases import RecordTask, RecordTaskOptions, Sample, j
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from sparsepretrain.data.encoding import Codec
 
 CORRELATIONS = ("pearson", "spearman")
 

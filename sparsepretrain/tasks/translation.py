@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from sparsepretrain import data as datasets
-from sparsepretrain.errors import DataError, SparsePretrainWarning, needs
+import numpy as np
+
+from sparsepretrain.data.encoding import open_codec
+from sparsepretrain.data.formats import Pairs, pairs, references
+from sparsepretrain.data.order import Buckets, pad
+from sparsepretrain.data.preparation import load
+from sparsepretrain.errors import DataError, needs
 from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, Observation, Progress, Task, averages, cross_entropy
@@ -17,8 +21,6 @@ from sparsepretrain.tasks import Batch, Observation, Progress, Task, averages, c
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
-
-    from sparsepretrain.data import Pairs
 
 IGNORED = -100
 """Target at padding, ignored by the loss."""
@@ -75,30 +77,18 @@ class Translation(Task):
         return self._buckets["train"].capacity if "train" in self._buckets else 0
 
     def open_data(self, splits: Sequence[str], on_progress: Progress = None) -> None:
-        from sparsepretrain.data.encoding import open_codec
-        from sparsepretrain.data.formats import references
-
-        data = datasets.load(self.data_options, on_progress=on_progress)
+        data = load(self.data_options, on_progress=on_progress)
         for split in splits:
-            self._pairs[split] = pairs = self._choose(split, datasets.pairs(data, split), data.name)
-            self._buckets[split] = datasets.Buckets(
-                pairs.lengths, self.options.max_tokens, self.order_seed(split)
+            self._pairs[split] = chosen = self._choose(split, pairs(data, split), data.name)
+            self._buckets[split] = Buckets(
+                chosen.lengths, self.options.max_tokens, self.order_seed(split)
             )
         self.tokenizer_file = data.tokenizer_file
         self._codec = open_codec(data.tokenizer_file)
         self._end = int(data.end_of_text or 0)
         self.fingerprint = data.fingerprint
         for split in (split for split in splits if split != "train" and self.options.bleu):
-            self._references[split] = lines = references(data, split)
-            pairs = self._pairs[split]
-            decoded = (self._codec.decode(pairs.target(row)[:-1]) for row in range(len(pairs)))
-            if differing := sum(map(str.__ne__, lines, decoded)):
-                warnings.warn(
-                    f"{differing} of {len(lines)} references of {split} differ from their decoded "
-                    "tokens: BLEU compares translations with the original lines",
-                    SparsePretrainWarning,
-                    stacklevel=2,
-                )
+            self._references[split] = references(data, split)
 
     def _choose(self, split: str, every: Pairs, name: str) -> Pairs:
         """Return all held-out pairs, but only training pairs within ``max_length``."""
@@ -126,10 +116,7 @@ class Translation(Task):
         target length). ``count`` is the number of target tokens, ``references`` are the raw
         targets of held-out pairs.
         """
-        import numpy as np
         import torch
-
-        from sparsepretrain.data.order import pad
 
         every, buckets = self._pairs[split], self._buckets[split]
         samples = [buckets.pairs(step * size + position) for position in positions]

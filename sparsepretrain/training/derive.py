@@ -12,8 +12,8 @@ from sparsepretrain.config.compose import Overrides, amend, build, read
 from sparsepretrain.config.places import catalog
 from sparsepretrain.config.schema import Run
 from sparsepretrain.config.validate import load_parsed, validate
-from sparsepretrain.data import load as load_data
 from sparsepretrain.data.encoding import open_codec
+from sparsepretrain.data.preparation import load as load_data
 from sparsepretrain.data.tokenizer import BYTES, tokenizer
 from sparsepretrain.errors import CheckpointError, ConfigError, DataError
 from sparsepretrain.models.pretrained import Pretrained, PretrainedOptions

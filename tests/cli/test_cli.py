@@ -149,7 +149,7 @@ LOADED = "import sys; from sparsepretrain.cli import main; main(sys.argv[1:]); p
     ("argv", "absent", "most"),
     [
         (["--help"], {"torch", "numpy", "hydra", "omegaconf", "yaml", "rich"}, 220),
-        (["train", "--cfg", "job"], {"torch", "numba", "transformers", "datasets", "rich"}, 480),
+        (["train", "--cfg", "job"], {"torch", "numba", "transformers", "datasets", "rich"}, 560),
         (["__complete", "train", "sparsity."], {"torch", "rich"}, 460),
     ],
 )

@@ -5,7 +5,7 @@ import yaml
 
 from sparsepretrain import registry
 from sparsepretrain.config import strict
-from sparsepretrain.data import pairs
+from sparsepretrain.data.formats import pairs
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "data"
 

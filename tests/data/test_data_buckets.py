@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from sparsepretrain.data import Buckets, Pairs, TokenData, pairs
+from sparsepretrain.data.formats import Pairs, pairs
+from sparsepretrain.data.order import Buckets
+from sparsepretrain.data.tokens import TokenData
 from sparsepretrain.errors import DataError
 
 

@@ -6,7 +6,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from sparsepretrain.data import load, prepare
+from sparsepretrain.data.preparation import load, prepare
 from sparsepretrain.data.sources import cldr_ende
 from sparsepretrain.data.sources.cldr_ende import CLAUSES, clause, sentence, slots, value
 from sparsepretrain.errors import DataError

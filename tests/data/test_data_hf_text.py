@@ -7,7 +7,9 @@ import time
 import numpy as np
 import pytest
 
-from sparsepretrain.data import hub, load, prepare, windows
+from sparsepretrain.data import hub
+from sparsepretrain.data.order import windows
+from sparsepretrain.data.preparation import load, prepare
 from sparsepretrain.data.sources import hf_text
 from sparsepretrain.errors import DataError
 

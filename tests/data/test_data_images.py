@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sparsepretrain.data import prepare
 from sparsepretrain.data.images import open_images
 from sparsepretrain.data.order import Shuffle
+from sparsepretrain.data.preparation import prepare
 from sparsepretrain.errors import DataError
 
 BOTH = ("train", "validation")

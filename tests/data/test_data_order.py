@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsepretrain.data import TokenData, windows
+from sparsepretrain.data.order import windows
+from sparsepretrain.data.tokens import TokenData
 
 
 def data(count: int, held_out: int = 0) -> TokenData:

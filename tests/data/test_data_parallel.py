@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from sparsepretrain.data import hub, prepare
+from sparsepretrain.data import hub
+from sparsepretrain.data.preparation import prepare
 from sparsepretrain.errors import DataError
 
 PLAIN = {"tokenizer": "bytes", "vocab_size": None, "validation": None}

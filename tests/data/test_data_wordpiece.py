@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from sparsepretrain.data import load, prepare
 from sparsepretrain.data.encoding import WORDPIECE_SPECIAL, FileCodec, train_wordpiece
+from sparsepretrain.data.preparation import load, prepare
 from sparsepretrain.data.tokenizer import TOKENIZERS
 
 WORDS = [f"The sheep {i} eats grass, the Goat {i * i} does not." for i in range(60)]

@@ -9,8 +9,8 @@ from finetune_cases import sentences, write_rows
 from sparsepretrain import registry
 from sparsepretrain.config import compose
 from sparsepretrain.config.strict import build
-from sparsepretrain.data import load
 from sparsepretrain.data.formats import records
+from sparsepretrain.data.preparation import load
 from sparsepretrain.errors import ConfigError, DataError
 
 

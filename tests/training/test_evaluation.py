@@ -178,7 +178,7 @@ def test_other_text_is_read_with_the_tokenizer_of_the_run(tiny, evaluate, tmp_pa
         (other / f"{i}.txt").write_text("entirely different words, and so other merges\n" * 60)
     words = ("data=text_files", f"data.files=['{other}/*.txt']", "data.validation=0.5")
     result = evaluate(run, *words)
-    from sparsepretrain.data import load
+    from sparsepretrain.data.preparation import load
 
     own = load(tiny.load(*bpe).data)
     assert result["fingerprint"] != own.fingerprint

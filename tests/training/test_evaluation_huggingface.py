@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from sparsepretrain.cli import main
-from sparsepretrain.data import load, windows
+from sparsepretrain.data.order import windows
+from sparsepretrain.data.preparation import load
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.evaluation import evaluate_checkpoint
 

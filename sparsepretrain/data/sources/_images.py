@@ -7,11 +7,12 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from sparsepretrain.data.source import Document, Shard, Source
 from sparsepretrain.errors import DataError, reason
 
 if TYPE_CHECKING:
-    import numpy as np
     from PIL.Image import Image
 
 
@@ -40,8 +41,6 @@ class PixelSource(Source):
 
     def documents(self, shard: Shard) -> Iterator[Document]:
         """Yield all rows of a shard as one byte string."""
-        import numpy as np
-
         labels, images = self.rows(shard)
         if len(labels) and (labels.min() < 0 or labels.max() >= 1 << 16):
             raise DataError(f"labels must lie in [0, 65535], got {labels.min()} to {labels.max()}")

@@ -8,16 +8,15 @@ import pickle
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
+
+import numpy as np
 
 from sparsepretrain.data.source import TRAIN, VALIDATION, Shard, SourceOptions
 from sparsepretrain.data.sources._files import TextFile
 from sparsepretrain.data.sources._images import PixelSource
 from sparsepretrain.errors import DataError, needs, reason
 from sparsepretrain.registry import register
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,8 +67,6 @@ class Cifar(PixelSource):
         return self.numbered(Shard(split, 0, 1, (name,)) for name, (split, _) in self.files.items())
 
     def rows(self, shard: Shard) -> tuple[np.ndarray, np.ndarray]:
-        import numpy as np
-
         name = shard.items[0]
         content, where = self._read(name), f"{self.options.path}: {name}"
         if self.options.verify:

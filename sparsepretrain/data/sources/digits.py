@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+import numpy as np
+
+from sparsepretrain.data.order import permutation
 from sparsepretrain.data.source import TEST, TRAIN, VALIDATION, Shard, SourceOptions
 from sparsepretrain.data.sources._images import PixelSource
 from sparsepretrain.errors import needs
 from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
-
-if TYPE_CHECKING:
-    import numpy as np
 
 SMALLEST_CLASS = 174
 """Images of the rarest digit (8)."""
@@ -45,10 +45,6 @@ class Digits(PixelSource):
         return []
 
     def shards(self) -> list[Shard]:
-        import numpy as np
-
-        from sparsepretrain.data.order import permutation
-
         labels = _load()[0]
         order = permutation(self.options.seed, 0, len(labels))
         ends = np.cumsum([self.options.validation, self.options.test])
@@ -61,8 +57,6 @@ class Digits(PixelSource):
 
     def rows(self, shard: Shard) -> tuple[np.ndarray, np.ndarray]:
         """Return labels and images; the 17 shades 0 to 16 are scaled to 0 to 255."""
-        import numpy as np
-
         labels, images = _load()
         chosen = np.array(shard.items)
         return labels[chosen], np.rint(images[chosen] * (255 / 16))

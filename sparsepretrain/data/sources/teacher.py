@@ -6,13 +6,12 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
+
+import numpy as np
 
 from sparsepretrain.data.source import SPLITS, TRAIN, GeneratedSource, SourceOptions
 from sparsepretrain.registry import register
-
-if TYPE_CHECKING:
-    import numpy as np
 
 BLOCK = 512
 """Samples per block. The rounding of a matmul depends on its shape; fixed blocks make samples
@@ -66,8 +65,6 @@ class Teacher(GeneratedSource):
 
     def samples(self, split: str, seed: int, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs (n, inputs) and targets (n, outputs), both fp32."""
-        import numpy as np
-
         blocks, which = np.unique(numbers // BLOCK, return_inverse=True)
         parts = [self._block(split, seed, int(block)) for block in blocks]
         places = which * BLOCK + numbers % BLOCK
@@ -75,8 +72,6 @@ class Teacher(GeneratedSource):
         return inputs, targets
 
     def _draw(self, split: str, seed: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-        import numpy as np
-
         stream, shape = 1 + SPLITS.index(split), (BLOCK, self.options.inputs)
         x = normals(seed, stream, block * BLOCK, shape).astype(np.float32)
         first, *inner, last = self._weights
@@ -88,8 +83,6 @@ class Teacher(GeneratedSource):
 
     def _teacher(self) -> list[np.ndarray]:
         """Return the fp32 matrices (in, out) in layer order."""
-        import numpy as np
-
         o = self.options
         blocks = [(o.width, o.inner, 1), (o.inner, o.width, 2 * o.depth)] * o.depth
         shapes = [(o.inputs, o.width, 1), *blocks, (o.width, o.outputs, 1)]
@@ -106,8 +99,6 @@ def normals(seed: int, stream: int, first: int, shape: tuple[int, int]) -> np.nd
     Box-Muller on the halves of raw Philox words, whose stream, unlike that of ``Generator``, NumPy
     guarantees across versions.
     """
-    import numpy as np
-
     rows, columns = shape
     counters = -(-columns // 8)  # of four words each
     key = np.array([seed, stream], dtype=np.uint64)
@@ -121,12 +112,8 @@ def normals(seed: int, stream: int, first: int, shape: tuple[int, int]) -> np.nd
 
 def _normalized(h: np.ndarray) -> np.ndarray:
     """LayerNorm without weights."""
-    import numpy as np
-
     return (h - h.mean(1, keepdims=True)) / np.sqrt(h.var(1, keepdims=True) + 1e-5)
 
 
 def _joined(parts: list[np.ndarray] | tuple[np.ndarray, ...]) -> np.ndarray:
-    import numpy as np
-
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
