@@ -7,11 +7,8 @@ import contextlib
 import errno
 import os
 import select
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from types import FrameType
+from collections.abc import Sequence
 from typing import NoReturn
 
 from sparsepretrain import __version__, registry
@@ -24,7 +21,7 @@ from sparsepretrain.errors import (
     causes,
     own_warnings,
 )
-from sparsepretrain.processes import note_interrupt, rank, report
+from sparsepretrain.processes import rank, report
 
 HELP = """\
 usage: sparsepretrain VERB [arguments]   (sparsepretrain VERB --help says more)
@@ -79,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an ASCII terminal shows ? for ᵀ
     try:
-        with _interrupts(), own_warnings(lambda line: _complain(f"warning: {line}")):
+        with own_warnings(lambda line: _complain(f"warning: {line}")):
             code = _dispatch(argv)
         print(end="", flush=True)
         return code
@@ -89,10 +86,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             for line in error.messages:
                 _complain(f"{error.label}: {line}")
         return error.exit_code
-    except SystemExit as stop:  # raised by a plug-in
-        origin = registry.origin(stop) or "some code"
-        _complain(f"error: {origin} called sys.exit({stop.code!r}), which ended the command")
-        return 1
     except BrokenPipeError:
         if not _stdout_is_closed():
             raise
@@ -103,6 +96,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _silence_stdout()
         _complain(f"error: disk full: cannot write {error.filename or 'the output'}")
         return CheckpointError.exit_code
+    except SystemExit as stop:  # raised by a plug-in
+        origin = registry.origin(stop) or "some code"
+        _complain(f"error: {origin} called sys.exit({stop.code!r}), which ended the command")
+        return 1
     except (Exception, KeyboardInterrupt) as error:
         # argparse and OmegaConf can turn an interrupt into an error of their own
         if not any(isinstance(cause, KeyboardInterrupt) for cause in causes(error)):
@@ -111,26 +108,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain("interrupted")
         exec("")  # CPython dies of SIGINT if the last executed string was interrupted
         return INTERRUPTED
-
-
-@contextlib.contextmanager
-def _interrupts() -> Iterator[None]:
-    """Record every SIGINT: a bare ``except`` in a library may swallow the exception."""
-    note_interrupt(False)
-    usual = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(usual):
-        yield
-        return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        note_interrupt()
-        usual(number, frame)
-
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, usual)
 
 
 def verbs() -> dict[str, Verb]:
