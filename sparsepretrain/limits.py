@@ -12,10 +12,7 @@ Problems = Iterator[tuple[str, str]]
 def outside(value: Any, limit: str, *, nullable: bool = False) -> str:
     """Return a message if ``value`` (a number, a list of numbers, or None) is out of range.
 
-    Args:
-        value: checked value; None is valid.
-        limit: range.
-        nullable: mention null in the message.
+    None is always valid; with ``nullable`` the message mentions null.
     """
     several = isinstance(value, list | tuple)
     if all(v is None or _within(v, limit) for v in (value if several else [value])):

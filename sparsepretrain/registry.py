@@ -125,9 +125,6 @@ def load_plugin(plugin: str) -> None:
     """Import a plugin: a path to a ``.py`` file or the dotted name of an installed module.
 
     Its output goes to stderr, since stdout may be a configuration.
-
-    Raises:
-        ConfigError: missing plugin or failed import, with file and line.
     """
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -170,11 +167,9 @@ def _module_name(plugin: str) -> str:
 
 
 def require_imported(plugins: object, source: object) -> None:
-    """Raise ConfigError for plugins that only a checkpoint names: importing one runs its code.
+    """Raise ConfigError for ``plugins`` that only the checkpoint ``source`` names.
 
-    Args:
-        plugins: ``plugins`` of the checkpoint's configuration.
-        source: name of the checkpoint in the error.
+    Importing a plugin runs its code.
     """
     load_plugins([])  # installed plugins; configuration checks report their problems
     names = [name for name in plugins if isinstance(name, str)] if isinstance(plugins, list) else []

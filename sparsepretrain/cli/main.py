@@ -63,11 +63,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line and return its exit code; user errors are one line each.
-
-    Args:
-        argv: arguments without the program name; ``sys.argv`` by default.
-    """
+    """Run a command line and return its exit code; user errors are one line each."""
     argv = list(sys.argv[1:] if argv is None else argv)
     # before torch loads OpenMP: spinning threads slow a run on a busy machine up to twenty times
     # and gain nothing on an idle one

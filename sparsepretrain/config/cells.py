@@ -27,11 +27,7 @@ Seeds = Sequence[int] | int | None
 
 
 def read_seeds(text: str) -> Sequence[int] | int:
-    """Read a number of seeds (``5``), a range (``101..105``) or a list (``3,7,11``).
-
-    Raises:
-        ValueError: none of these.
-    """
+    """Read a number of seeds (``5``), a range (``101..105``) or a list (``3,7,11``)."""
     if text.isdigit() and int(text):
         return int(text)
     low, dots, high = text.partition("..")
@@ -103,9 +99,6 @@ def cells(
         overrides: further overrides of all cells, with the highest precedence.
         config_dirs: see :func:`validate.load`.
         settings: row -> tuned setting; rows without one are left out. None: nothing is tuned.
-
-    Raises:
-        ConfigError: all mistakes of all cells, one line each, or no cell matches ``only``.
     """
     wanted = _overrides(name, table, scale, only, overrides)
     if settings is not None:
@@ -183,11 +176,7 @@ def grid(
     seeds: Sequence[int],
     config_dirs: Sequence[Path] = (),
 ) -> list[Cell]:
-    """Return the runs of every (row, column) -> overrides with every seed, see :func:`cells`.
-
-    Raises:
-        ConfigError: all mistakes, one line each, with their cells.
-    """
+    """Return the runs of every (row, column) -> overrides with every seed, see :func:`cells`."""
     found: list[Cell] = []
     errors: dict[str, list[str]] = {}
     for (row, column), overrides in wanted.items():

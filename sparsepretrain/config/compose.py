@@ -55,9 +55,6 @@ def compose(overrides: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> 
             has no effect. The last of several choices or values wins.
         config_dirs: directories laid out like ``configs/``, in addition to those named by
             ``SPARSEPRETRAIN_CONFIG_DIR`` and those of installed plugins.
-
-    Raises:
-        ConfigError: all problems of the overrides, or the first one in a file.
     """
     parsed = read(overrides, config_dirs)
     if parsed.errors:
@@ -66,11 +63,7 @@ def compose(overrides: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> 
 
 
 def read(overrides: Iterable[str] = (), config_dirs: Sequence[Path] = ()) -> Overrides:
-    """Sort overrides into group choices, values and errors.
-
-    Raises:
-        ConfigError: a problem of the directories, see :func:`search_path`.
-    """
+    """Sort overrides into group choices, values and errors."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import OverrideType
     from hydra.errors import HydraException
@@ -114,9 +107,6 @@ def build(parsed: Overrides) -> tuple[dict[str, Any], dict[str, str]]:
 
     Returns:
         The resolved plain configuration, and the final option of each group.
-
-    Raises:
-        ConfigError: an unreadable file, a failed composition, or an unsuitable value.
     """
     import hydra
     from omegaconf import OmegaConf, open_dict
@@ -165,9 +155,6 @@ def amend(plain: dict[str, Any], parsed: Overrides) -> dict[str, Any]:
     """Return a resolved configuration with other group choices and values.
 
     A chosen group has the values of its YAML file, without those of the recipe or experiment.
-
-    Raises:
-        ConfigError: an unreadable file, a failed composition, or an unsuitable value.
     """
     import hydra
     from omegaconf import OmegaConf

@@ -28,11 +28,7 @@ def to_yaml(plain: dict[str, Any]) -> str:
 
 
 def from_yaml(file: Path) -> dict[str, Any]:
-    """Read a frozen configuration.
-
-    Raises:
-        ConfigError: the file is missing or not a YAML mapping.
-    """
+    """Read a frozen configuration."""
     import yaml
     from omegaconf import OmegaConf
 

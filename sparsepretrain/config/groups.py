@@ -223,11 +223,7 @@ def choices_of(group: str) -> list[str]:
 
 
 def options_of(group: str, name: str) -> Any:
-    """Return the options dataclass of a group's implementation.
-
-    Raises:
-        ConfigError: an unknown name.
-    """
+    """Return the options dataclass of a group's implementation."""
     if group in REGISTERED:
         return registry.options_of(REGISTERED[group][0], name)
     if name not in GROUPS[group]:

@@ -34,11 +34,7 @@ TABLES = "table"
 
 
 def search_path(config_dirs: Sequence[Path] = ()) -> list[Path]:
-    """Return the shipped directory, then the user's, in search order.
-
-    Raises:
-        ConfigError: a missing directory, or a file that exists in two of them.
-    """
+    """Return the shipped directory, then the user's, in search order."""
     named = [Path(d) for d in os.environ.get(ENVIRONMENT, "").split(os.pathsep) if d]
     users = dict.fromkeys(d.expanduser().resolve() for d in [*_plugin_dirs(), *named, *config_dirs])
     errors = [f"config directory {str(d)!r} does not exist" for d in users if not d.is_dir()]

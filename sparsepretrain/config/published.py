@@ -25,11 +25,7 @@ def published() -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def printed(source: Published, row: str, column: str) -> dict[str, Any] | None:
-    """Return the published row of a cell with ``status``, ``source`` and ``note``, or None.
-
-    Raises:
-        ConfigError: an unknown table, or several matching rows.
-    """
+    """Return the published row of a cell with ``status``, ``source`` and ``note``, or None."""
     entry = published().get((source.paper, source.table))
     if entry is None:
         raise ConfigError(f"{PUBLISHED} has no table {source.table!r} of {source.paper!r}")

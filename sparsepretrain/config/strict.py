@@ -32,9 +32,6 @@ def build(cls: type[T], data: dict[str, Any], path: str = "") -> T:
         cls: dataclass with annotated fields.
         data: plain values.
         path: dotted prefix of the keys in messages.
-
-    Raises:
-        ConfigError: all problems, each naming the dotted key.
     """
     errors: list[str] = []
     value = walk(cls, data, path, errors)

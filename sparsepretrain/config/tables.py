@@ -382,11 +382,7 @@ def names(config_dirs: Sequence[Path] = ()) -> dict[str, Path]:
 
 
 def load_table(name: str, config_dirs: Sequence[Path] = ()) -> Table:
-    """Read and check a table.
-
-    Raises:
-        ConfigError: an unknown name, or every problem of the file, naming its keys.
-    """
+    """Read and check a table."""
     import yaml
 
     files = names(config_dirs)

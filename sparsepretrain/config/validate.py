@@ -18,11 +18,7 @@ from sparsepretrain.errors import ConfigError
 
 
 def load(overrides: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> Run:
-    """Compose (see :func:`compose.compose`) and check, reporting all errors together.
-
-    Raises:
-        ConfigError: every problem, one message each.
-    """
+    """Compose (see :func:`compose.compose`) and check, reporting all errors together."""
     return load_parsed(read(overrides, config_dirs))
 
 
@@ -56,12 +52,7 @@ def _renamed(parsed: Overrides, errors: list[str]) -> list[str]:
 def validate(plain: dict[str, Any], skip: Collection[str] = ()) -> Run:
     """Check a composed configuration against schema, registry and ranges, without torch.
 
-    Args:
-        plain: see :func:`compose.compose`.
-        skip: groups to ignore; None in the result.
-
-    Raises:
-        ConfigError: every problem, one message each, naming the dotted key.
+    Groups in ``skip`` are ignored; they are None in the result.
     """
     run, errors = _check(plain, skip)
     if errors or run is None:

@@ -145,16 +145,9 @@ def mix(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mixup (arXiv:1710.09412) or cutmix (arXiv:1905.04899) within a batch, as timm mixes.
 
-    Each image is mixed with its mirror position in the batch, all in the same way.
-
-    Args:
-        images: (batch, 3, size, size); modified in place.
-        labels: (batch,) int64.
-        options: task options.
-        key: key of the random draws.
-
-    Returns:
-        images, labels of the partners (batch,), weight of the own label (batch,) fp32.
+    Each image is mixed with its mirror position in the batch, all in the same way. ``images`` are
+    modified in place. Returns images, labels of the partners (batch,), weight of the own label
+    (batch,) fp32.
     """
     # the legacy generator: its stream is frozen, that of Generator.beta is not
     draws = np.random.RandomState(keyed_words(*key, MIX))

@@ -75,11 +75,7 @@ class FileCodec:
     """Codec of a tokenizer.json. Names of special tokens within a text are ordinary text."""
 
     def __init__(self, file: Path) -> None:
-        """Open ``file``.
-
-        Raises:
-            DataError: it is missing or not a tokenizer.
-        """
+        """Open ``file``."""
         from tokenizers import Tokenizer
 
         try:

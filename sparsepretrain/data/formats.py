@@ -94,11 +94,7 @@ class Pairs:
 
 
 def pairs(data: TokenData, split: str) -> Pairs:
-    """Return the pairs of ``split``.
-
-    Raises:
-        DataError: no pairs, an odd number of documents, or no end-of-document token.
-    """
+    """Return the pairs of ``split``."""
     file = data.directory / f"{split}.bin"
     tokens = data.tokens.get(split)
     if tokens is None or not len(tokens):

@@ -10,12 +10,9 @@ PROBE_SECONDS = 5.0
 
 @contextmanager
 def hub_access(*, offline: bool = False) -> Iterator[None]:
-    """Silence hub libraries and restrict them to their caches if the hub is unreachable.
+    """Silence hub libraries and restrict them to their caches if ``offline`` or unreachable.
 
     Otherwise an unreachable hub costs 23 s of retries and six warnings per file.
-
-    Args:
-        offline: use only caches and do not probe the hub.
     """
     import huggingface_hub
 

@@ -91,11 +91,7 @@ class _Index(Images):
 def open_images(
     options: Any, splits: tuple[str, ...], classes: int, on_progress: OnProgress | None = None
 ) -> tuple[dict[str, Images], str]:
-    """Open splits of a source; return them and the fingerprint of the prepared data.
-
-    Raises:
-        DataError: data missing or damaged, empty split, or a label not below ``classes``.
-    """
+    """Open splits of a source; return them and the fingerprint of the prepared data."""
     source: Any = registry.get("source", options.source)(options)
     data = load(options, on_progress=on_progress)
     for split in splits:

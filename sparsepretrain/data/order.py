@@ -154,9 +154,6 @@ def windows(
         complete: repeat the first epoch, followed by shorter windows of the remaining tokens: each
             token except the first is the target of one window.
         documents: return :class:`Documents` instead.
-
-    Raises:
-        DataError: the split has no window of ``length + 1`` tokens, or no documents.
     """
     if split not in data.tokens:
         raise DataError(f"{data.name} has no {split} split (it has {', '.join(data.tokens)})")

@@ -131,11 +131,7 @@ def prepare(
 
 
 def load(options: Any, *, on_progress: OnProgress | None = None) -> TokenData:
-    """Open the prepared data of ``options``; prepare offline sources if missing or damaged.
-
-    Raises:
-        DataError: the data is missing or damaged, and preparing needs the network.
-    """
+    """Open the prepared data of ``options``; prepare offline sources if missing or damaged."""
     source, directory = _locate(options)
     try:
         return _verified(directory, on_progress or (lambda progress: None), known=True)

@@ -40,9 +40,7 @@ class Tokenizer:
     def problems(self, vocab_size: int | None, *, hub: bool) -> Iterator[tuple[str, str]]:
         """Yield (key, message) of each conflict with a configuration.
 
-        Args:
-            vocab_size: configured size.
-            hub: True if the source takes tokenizers of the hub.
+        ``hub``: the source takes tokenizers of the hub.
         """
         if self.origin == "hub" and not hub:
             known = [name for name, each in TOKENIZERS.items() if each.origin != "hub"]
@@ -61,11 +59,7 @@ class Tokenizer:
             yield "vocab_size", f"must be > 0, got {vocab_size}"
 
     def read(self) -> str:
-        """Return the tokenizer.json of a file or a hub repository.
-
-        Raises:
-            DataError: the file cannot be read or fetched.
-        """
+        """Return the tokenizer.json of a file or a hub repository."""
         try:
             if self.origin == "file":
                 return Path(self.name).expanduser().read_text(encoding="utf-8")
@@ -94,11 +88,7 @@ class Tokenizer:
         return train_wordpiece(texts, vocab_size, lowercase=self.training == "uncased wordpiece")
 
     def file(self) -> Path | None:
-        """Return the path of the tokenizer.json, cached if from the hub; None: bytes.
-
-        Raises:
-            DataError: see :meth:`read`; or a trained tokenizer, which only prepared data has.
-        """
+        """Return the path of the tokenizer.json, cached if from the hub; None: bytes."""
         if self.origin == "bytes":
             return None
         if self.origin == "file":

@@ -40,10 +40,8 @@ def attention_without_masks() -> str:
 def as_stock(model: Any, class_name: str, renamed: dict[str, str] | None = None) -> Any:
     """Build a class of transformers with the settings and weights of ``model``.
 
-    Args:
-        model: model whose first child has transformers' config.
-        class_name: class in ``transformers``.
-        renamed: prefix of a parameter name in that class -> prefix in ``model``.
+    The first child of ``model`` has transformers' config. ``renamed``: prefix of a parameter name
+    in that class -> prefix in ``model``.
     """
     import torch
     import transformers

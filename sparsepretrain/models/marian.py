@@ -141,14 +141,8 @@ class Marian(Recipe):
     ) -> list[list[int]]:
         """Return the best hypothesis of each row without its end token.
 
-        Args:
-            model: model in eval mode.
-            source: see :meth:`logits`.
-            mask: see :meth:`logits`.
-            end: token that starts and ends a sentence.
-            length: maximum tokens of a hypothesis.
-            beams: number of beams; 1 is greedy search.
-            length_penalty: hypotheses are ranked by log-probability / length^length_penalty.
+        ``end`` starts and ends a sentence. Hypotheses have at most ``length`` tokens and are
+        ranked by log-probability / length^length_penalty.
         """
         from transformers import GenerationConfig
 

@@ -130,18 +130,9 @@ class Masking:
     def apply(
         self, rows: np.ndarray, seed: int, split: str, step: int, positions: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Select and replace tokens of the samples ``positions`` in the global batch of ``step``.
+        """Mask ``rows``, the samples ``positions`` of the global batch of ``step``.
 
-        Args:
-            rows: (len(positions), length) int64 tokens; not modified.
-            seed: seed in [0, 2^63).
-            split: one of ``SPLITS``.
-            step: optimizer step, from 0.
-            positions: positions of the rows in the global batch.
-
-        Returns:
-            Masked tokens like ``rows``; selected flattened positions, ascending; original tokens
-            there. All int64.
+        Returns masked tokens, selected flattened positions (ascending), and original tokens there.
         """
         tokens = rows.copy()
         length, ordinary = rows.shape[1], self._ordinary

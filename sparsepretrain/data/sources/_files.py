@@ -155,11 +155,7 @@ def _whole(files: Iterable[TextFile]) -> list[Piece]:
 
 
 def match(key: str, pattern: str) -> list[TextFile]:
-    """Return the files matching ``pattern``, named relative to its part without wildcards.
-
-    Raises:
-        DataError: no match, or an unreadable file.
-    """
+    """Return the files matching ``pattern``, named relative to its part without wildcards."""
     expanded = os.path.abspath(os.path.expanduser(pattern))
     plain = os.path.isfile(expanded)  # a real file name may contain [ or *
     paths = [expanded] if plain else sorted(glob.glob(expanded, recursive=True))

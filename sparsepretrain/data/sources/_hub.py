@@ -99,16 +99,10 @@ def load_rows(
     instead: str,
     data_files: Mapping[str, Sequence[str]] | None = None,
 ) -> Any:
-    """Load a split of the dataset of ``options`` with the package ``datasets``.
+    """Load a split (or a slice such as train[:10%]) of the dataset of ``options``.
 
-    Args:
-        options: source options with name, path, subset and revision.
-        split: name of the split, or a slice such as train[:10%].
-        instead: remedy without network, for messages.
-        data_files: local files if ``path`` is a file format.
-
-    Raises:
-        DataError: package or network missing, or the dataset cannot be loaded.
+    ``instead`` is the remedy without network; ``data_files`` are local files if ``path`` is a
+    file format.
     """
     name, path = options.name, os.path.expanduser(options.path)
     files = {key: list(map(os.path.expanduser, value)) for key, value in (data_files or {}).items()}
