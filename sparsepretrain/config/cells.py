@@ -30,14 +30,10 @@ def read_seeds(text: str) -> Sequence[int] | int:
     """Read a number of seeds (``5``), a range (``101..105``) or a list (``3,7,11``)."""
     if text.isdigit() and int(text):
         return int(text)
-    low, dots, high = text.partition("..")
-    if (
-        dots
-        and low.isdigit()
-        and high.isdigit()
-        and int(low) <= int(high) < int(low) + MAX_SEED_RANGE
-    ):
-        return range(int(low), int(high) + 1)
+    if limits := re.fullmatch(r"(\d+)\.\.(\d+)", text):
+        low, high = map(int, limits.groups())
+        if low <= high < low + MAX_SEED_RANGE:
+            return range(low, high + 1)
     listed = text.split(",")
     if len(listed) > 1 and all(part.isdigit() for part in listed):
         return list(dict.fromkeys(map(int, listed)))

@@ -19,12 +19,11 @@ from sparsepretrain.registry import register
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-
-SIZES = (
-    "vocab_size", "max_position_embeddings", "d_model", "attention_heads", "ffn_dim",
-    "encoder_layers", "decoder_layers",
+SAME = (
+    "vocab_size", "max_position_embeddings", "d_model", "encoder_layers", "decoder_layers",
+    "dropout", "attention_dropout", "activation_dropout",
 )  # fmt: skip
-DROPOUTS = ("dropout", "attention_dropout", "activation_dropout")
+"""Keys that :class:`MarianOptions` shares with transformers' MarianConfig."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,9 +79,8 @@ class Marian(Recipe):
         """
         from transformers import MarianConfig, MarianMTModel
 
-        same = [key for key in (*SIZES, *DROPOUTS) if key not in ("attention_heads", "ffn_dim")]
         config = MarianConfig(
-            **{key: getattr(options, key) for key in same},
+            **{key: getattr(options, key) for key in SAME},
             encoder_attention_heads=options.attention_heads,
             decoder_attention_heads=options.attention_heads,
             encoder_ffn_dim=int(options.ffn_width),

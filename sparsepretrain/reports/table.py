@@ -17,8 +17,15 @@ from matplotlib.figure import Figure
 
 from sparsepretrain.config import tables
 from sparsepretrain.config.cells import seeds_text
-from sparsepretrain.config.published import printed, published
-from sparsepretrain.config.tables import Metric, Published, Table, cell_name, table_cells
+from sparsepretrain.config.tables import (
+    Metric,
+    Published,
+    Table,
+    cell_name,
+    printed,
+    published,
+    table_cells,
+)
 from sparsepretrain.reports import claims, figures
 from sparsepretrain.reports.claims import Difference, Ruling, judge
 from sparsepretrain.reports.ran import what_ran

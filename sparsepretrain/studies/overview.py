@@ -6,8 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from sparsepretrain.config.published import printed
-from sparsepretrain.config.tables import Table, load_table, names, table_cells
+from sparsepretrain.config.tables import Table, load_table, names, printed, table_cells
 from sparsepretrain.errors import ConfigError, SparsePretrainError
 from sparsepretrain.studies.engine import StudyCell
 from sparsepretrain.studies.reproduce import Part, to_run

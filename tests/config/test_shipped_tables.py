@@ -4,8 +4,7 @@ import pytest
 
 from sparsepretrain.config import tables
 from sparsepretrain.config.cells import cells, stage_words
-from sparsepretrain.config.published import printed
-from sparsepretrain.config.tables import cell_name, load_table, table_cells
+from sparsepretrain.config.tables import cell_name, load_table, printed, table_cells
 
 NAMES = list(tables.names())
 SCALES = [(name, scale) for name in NAMES for scale in load_table(name).scales]

@@ -5,8 +5,7 @@ import yaml
 
 from sparsepretrain.config import freeze, load
 from sparsepretrain.config.cells import cells, read_seeds, seeds_text
-from sparsepretrain.config.published import printed
-from sparsepretrain.config.tables import Published, cell_name, load_table, slug
+from sparsepretrain.config.tables import Published, cell_name, load_table, printed, slug
 from sparsepretrain.errors import ConfigError
 
 SMALL = {
