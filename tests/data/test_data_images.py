@@ -197,16 +197,13 @@ def test_unsuitable_directories_are_refused(options, folder, cache, changes, wor
 
 
 @pytest.mark.parametrize("content", [b"not an image", b"", None])
-def test_broken_image_is_named(options, folder, cache, content):
+def test_broken_image_is_named(options, folder, content):
     file = folder / "val/cat/1.png"
     file.write_bytes(file.read_bytes()[:40] if content is None else content)
-    with pytest.raises(DataError, match=r"val/cat/1\.png does not decode") as caught:
-        prepare(options("image_folder", root=str(folder), check=True))
-    assert "\n" not in str(caught.value)
-    assert not list(cache.glob("*/manifest.json"))
     images = opened(options("image_folder", root=str(folder)), 2)["validation"]
-    with pytest.raises(DataError, match=r"val/cat/1\.png does not decode"):
+    with pytest.raises(DataError, match=r"val/cat/1\.png does not decode") as caught:
         images.image(1)
+    assert "\n" not in str(caught.value)
     file.unlink()
     with pytest.raises(DataError, match=r"val/cat/1\.png is gone since the index was made"):
         images.image(1)

@@ -116,10 +116,7 @@ class RecordSource(Source):
             except KeyError as error:
                 known = ", ".join(map(repr, row))
                 raise DataError(f"{place}: no column {error} (it has {known})") from error
-            except UnicodeEncodeError as error:
-                half = ascii(error.object[error.start])
-                raise DataError(f"{place}: unpaired surrogate {half}: repair the text") from error
-            except (ValueError, OverflowError, RecursionError) as error:
+            except ValueError as error:
                 raise DataError(f"{place}: {str(error)[:200]}") from error
             yield document, True
 
@@ -159,7 +156,7 @@ def _json_rows(file: str) -> Iterator[tuple[int, Row]]:
                     continue
                 try:
                     row = json.loads(line)
-                except (ValueError, RecursionError) as error:
+                except ValueError as error:
                     problem = f"not a JSON object per line ({error})"
                     raise DataError(f"{file}:{number}: {problem}") from error
                 if not isinstance(row, dict):

@@ -27,7 +27,6 @@ class Options(SourceOptions):
     root: str
     train: str
     validation: str
-    check: bool
     size_gb: float | None
 
     about: ClassVar[frozenset[str]] = frozenset({"name", "size_gb"})
@@ -89,11 +88,7 @@ class ImageFolder(IndexSource):
     def documents(self, shard: Shard) -> Iterator[Document]:
         """Yield entries of one class: ``path`` relative to the root, and ``label``."""
         label, folder, files = shard.items
-        entries = [{"path": f"{folder}/{file}", "label": label} for file in files]
-        if self.options.check:
-            for entry in entries:
-                self.read(entry)
-        return index_documents(entries)
+        return index_documents({"path": f"{folder}/{file}", "label": label} for file in files)
 
     def read(self, entry: dict[str, Any]) -> Image:
         from PIL import Image
