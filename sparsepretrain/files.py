@@ -29,9 +29,7 @@ def cache_directory() -> Path:
     own = os.environ.get("SPARSEPRETRAIN_CACHE_DIR")
     if own:
         return Path(own).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME")
-    if not base or not os.path.isabs(base):  # the XDG specification ignores relative paths
-        base = os.path.expanduser("~/.cache")
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base, "sparsepretrain")
 
 

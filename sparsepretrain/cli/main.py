@@ -82,6 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             for line in error.messages:
                 _complain(f"{error.label}: {line}")
         return error.exit_code
+    except SystemExit as stop:  # raised by a plug-in
+        origin = registry.origin(stop) or "some code"
+        _complain(f"error: {origin} called sys.exit({stop.code!r}), which ended the command")
+        return 1
     except BrokenPipeError:
         if not _stdout_is_closed():
             raise
@@ -92,10 +96,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         _silence_stdout()
         _complain(f"error: disk full: cannot write {error.filename or 'the output'}")
         return CheckpointError.exit_code
-    except SystemExit as stop:  # raised by a plug-in
-        origin = registry.origin(stop) or "some code"
-        _complain(f"error: {origin} called sys.exit({stop.code!r}), which ended the command")
-        return 1
     except (Exception, KeyboardInterrupt) as error:
         # argparse and OmegaConf can turn an interrupt into an error of their own
         if not any(isinstance(cause, KeyboardInterrupt) for cause in causes(error)):

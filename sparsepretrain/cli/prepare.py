@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from sparsepretrain import registry
 from sparsepretrain.cli._verb import ConfiguredVerb, integer_from
@@ -25,12 +22,16 @@ class Prepare(ConfiguredVerb):
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        options = data_options(args.overrides, args.config_dir)
+        from sparsepretrain.config import compose, validate
+        from sparsepretrain.config.groups import GROUPS, REGISTERED
         from sparsepretrain.data.formats import amounts
         from sparsepretrain.data.preparation import prepare
         from sparsepretrain.data.source import GeneratedSource
         from sparsepretrain.tracking.console import Console, count
 
+        plain = compose(args.overrides, args.config_dir)
+        # model and task are ignored
+        options = validate(plain, {*GROUPS, *REGISTERED} - {"data"}).data
         console = Console()
         if issubclass(registry.get("source", options.source), GeneratedSource):
             console.info(f"{options.name} is generated during training: nothing to prepare")
@@ -45,11 +46,3 @@ class Prepare(ConfiguredVerb):
         console.info(f"prepared {count(total)} {unit} ({parts}) in {prepared.directory}")
         console.info(f"{seconds:.1f} s, {count(total / max(seconds, 1e-9))} {unit}/s")
         return 0
-
-
-def data_options(overrides: Sequence[str], config_dirs: Sequence[Path]) -> Any:
-    """Return the checked group ``data``; model and task are ignored."""
-    from sparsepretrain.config import compose, validate
-    from sparsepretrain.config.groups import GROUPS, REGISTERED
-
-    return validate(compose(overrides, config_dirs), {*GROUPS, *REGISTERED} - {"data"}).data

@@ -50,22 +50,19 @@ class PythonSource(FileSource):
         for root in map(os.path.expanduser, roots):
             if not os.path.isdir(root):
                 raise DataError(f"data.roots: {root} is not a directory")
-            below = list(_walk(root, ""))
+            below = list(_walk(root))
             if not below:
                 raise DataError(f"data.roots: {root} holds no .py file")
             found.extend(below)
         return found
 
 
-def _walk(directory: str, prefix: str) -> Iterator[TextFile]:
-    try:
-        with os.scandir(directory) as entries:
-            for entry in entries:
-                name = entry.name
-                if entry.is_dir(follow_symlinks=False):
-                    if name not in SKIPPED and not name.startswith("."):
-                        yield from _walk(entry.path, f"{prefix}{name}/")
-                elif name.endswith(".py") and entry.is_file():  # not a broken link
-                    yield TextFile.at(os.path.abspath(entry.path), prefix + name)
-    except OSError as error:
-        raise unreadable(error.filename or directory, error) from error
+def _walk(root: str) -> Iterator[TextFile]:
+    def fail(error: OSError) -> None:
+        raise unreadable(error.filename, error) from error
+
+    for directory, below, names in os.walk(root, onerror=fail):
+        below[:] = [name for name in below if name not in SKIPPED and not name.startswith(".")]
+        for path in (os.path.join(directory, name) for name in names if name.endswith(".py")):
+            if os.path.isfile(path):  # not a broken link
+                yield TextFile.at(os.path.abspath(path), os.path.relpath(path, root))

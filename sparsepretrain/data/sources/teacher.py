@@ -52,7 +52,7 @@ class Teacher(GeneratedSource):
         self._weights, self._std = self._teacher(), 1.0
         blocks = -(-options.held_out // BLOCK)
         targets = [self._draw("validation", 0, block)[1] for block in range(blocks)]
-        self._std = float(_joined(targets)[: options.held_out].std())
+        self._std = float(np.concatenate(targets)[: options.held_out].std())
 
     @property
     def fingerprint(self) -> str:
@@ -68,7 +68,7 @@ class Teacher(GeneratedSource):
         blocks, which = np.unique(numbers // BLOCK, return_inverse=True)
         parts = [self._block(split, seed, int(block)) for block in blocks]
         places = which * BLOCK + numbers % BLOCK
-        inputs, targets = (_joined(part)[places] for part in zip(*parts, strict=True))
+        inputs, targets = (np.concatenate(part)[places] for part in zip(*parts, strict=True))
         return inputs, targets
 
     def _draw(self, split: str, seed: int, block: int) -> tuple[np.ndarray, np.ndarray]:
@@ -113,7 +113,3 @@ def normals(seed: int, stream: int, first: int, shape: tuple[int, int]) -> np.nd
 def _normalized(h: np.ndarray) -> np.ndarray:
     """LayerNorm without weights."""
     return (h - h.mean(1, keepdims=True)) / np.sqrt(h.var(1, keepdims=True) + 1e-5)
-
-
-def _joined(parts: list[np.ndarray] | tuple[np.ndarray, ...]) -> np.ndarray:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
