@@ -1,9 +1,6 @@
 """Sources of images, their bad input, and the order of training."""
 
-import io
 import json
-import pickle
-import tarfile
 from collections import Counter
 
 import numpy as np
@@ -58,91 +55,6 @@ def test_every_digit_is_in_one_split(options):
             assert image.mode == "RGB" and image.size == (8, 8)
             found[images.label(i), np.asarray(image)[..., 0].tobytes()] += 1
     assert found == expected
-
-
-# CIFAR
-
-
-DIRECTORIES = {10: "cifar-10-batches-py", 100: "cifar-100-python"}
-LABELS = {10: b"labels", 100: b"fine_labels"}
-FILES = {10: [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"], 100: ["train", "test"]}
-
-
-def cifar_files(classes, images=4):
-    """Files of the format with ``images`` images each: channel c of an image is 10·i + c."""
-    data = np.arange(images)[:, None, None] * 10 + np.arange(3)[None, :, None]
-    data = np.broadcast_to(data, (images, 3, 1024)).reshape(images, -1).astype(np.uint8)
-    content = {LABELS[classes]: [i % classes for i in range(images)], b"data": data}
-    return {name: pickle.dumps(content) for name in FILES[classes]}
-
-
-def write_archive(path, directory, files):
-    with tarfile.open(path, "w:gz") as archive:
-        for name, content in files.items():
-            info = tarfile.TarInfo(f"{directory}/{name}")
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-
-
-@pytest.mark.parametrize(("classes", "packed"), [(10, True), (100, False)])
-def test_cifar_files_are_read(options, tmp_path, classes, packed):
-    files, path = cifar_files(classes), tmp_path / "set"
-    if packed:
-        write_archive(path, DIRECTORIES[classes], files)
-    else:
-        path.mkdir()
-        for name, content in files.items():
-            (path / name).write_bytes(content)
-    images = opened(options(f"cifar{classes}", path=str(path), verify=False), classes)
-    assert images["train"].count == 4 * (len(files) - 1) and images["validation"].count == 4
-    assert labels_of(images["validation"]) == [0, 1, 2, 3]
-    assert np.asarray(images["train"].image(3)).shape == (32, 32, 3)
-    assert (np.asarray(images["train"].image(3)) == [30, 31, 32]).all()
-
-
-def test_cifar_of_another_content_is_refused(options, tmp_path):
-    for name, content in cifar_files(10).items():
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=r"data_batch_1 has MD5"):
-        prepare(options("cifar10", path=str(tmp_path)))
-
-
-def test_cifar_pickles_cannot_run_code(options, tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return (print, ("run",))
-
-    for name in FILES[100]:
-        (tmp_path / name).write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(DataError, match=r"builtins\.print"):
-        prepare(options("cifar100", path=str(tmp_path), verify=False))
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ({b"labels": [0, 10], b"data": np.zeros((2, 3072), np.uint8)}, "image 1 has label 10, out"),
-        ({b"labels": [0, 1], b"data": np.zeros((2, 300), np.uint8)}, "is not a CIFAR file"),
-        ({b"data": np.zeros((2, 3072), np.uint8)}, "is not a CIFAR file"),
-    ],
-)
-def test_broken_cifar_files_are_refused(options, tmp_path, cache, content, words):
-    for name in FILES[10]:
-        (tmp_path / name).write_bytes(pickle.dumps(content))
-    with pytest.raises(DataError, match=words):
-        prepare(options("cifar10", path=str(tmp_path), verify=False))
-    assert not list(cache.glob("*/manifest.json"))
-
-
-def test_missing_cifar_says_where_to_get_it(options, tmp_path):
-    with pytest.raises(DataError, match=r"cifar-10-python.tar.gz from https"):
-        prepare(options("cifar10", path=str(tmp_path / "none.tar.gz")))
-    (tmp_path / "text").write_text("no archive")
-    with pytest.raises(DataError, match=r"cannot read .*text"):
-        prepare(options("cifar10", path=str(tmp_path / "text")))
-    write_archive(tmp_path / "other.tar.gz", "else", {"a": b""})
-    with pytest.raises(DataError, match="holds no cifar-10-batches-py/data_batch_1"):
-        prepare(options("cifar10", path=str(tmp_path / "other.tar.gz")))
 
 
 # folders
@@ -237,17 +149,19 @@ def test_hub_data_sets_become_an_index(options, repository, monkeypatch, tmp_pat
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
-    choice = options("cifar10_hub", path=str(repository))
-    with pytest.raises(DataError, match="cifar10_hub is not prepared: run"):
+    choice = options("cifar10", path=str(repository))
+    with pytest.raises(DataError, match="cifar10 is not prepared: run"):
         opened(choice, 3)
     prepare(choice, workers=1)
     images = opened(choice, 3)
     assert labels_of(images["validation"]) == [0, 1, 2, 0]
     assert images["train"].image(3).getpixel((0, 0)) == (3, 0, 0)
+    with pytest.raises(DataError, match="image 2 has label 2, out of range"):
+        labels_of(opened(choice, 2)["validation"])
     with pytest.raises(DataError, match="has no column 'image'"):
-        prepare(options("cifar10_hub", path=str(repository), image_column="image"), workers=1)
+        prepare(options("cifar10", path=str(repository), image_column="image"), workers=1)
     with pytest.raises(DataError, match="datasets cannot load"):
-        prepare(options("cifar10_hub", path=str(repository), validation="dev"), workers=1)
+        prepare(options("cifar10", path=str(repository), validation="dev"), workers=1)
 
 
 # order
