@@ -99,6 +99,8 @@ def read(overrides: Iterable[str] = (), config_dirs: Sequence[Path] = ()) -> Ove
         if problem:
             parsed.errors.append(problem)
             parsed.broken.add(key)
+    if parsed.broken & set(groups) and any(key == "plugins" for key, _ in parsed.values):
+        parsed.errors.append("plugins: their options are YAML files; give --config-dir DIR")
     return parsed
 
 

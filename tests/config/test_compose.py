@@ -137,6 +137,11 @@ class Mine(Method):
 """
 
 
+def test_a_plugin_without_its_yaml_file_is_told_to_give_a_directory():
+    with pytest.raises(ConfigError, match=r"plugins: .* --config-dir"):
+        load(["plugins=[docs/examples/my_method.py]", "sparsity=mine"])
+
+
 def test_plugin_file(tmp_path):
     (tmp_path / "mine.py").write_text(METHOD.format(name="mine_file"))
     write(tmp_path / "configs", sparsity__mine_file="name: mine_file\nn: 1\nm: 8\nstrength: 2.0\n")
