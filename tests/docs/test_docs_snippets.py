@@ -10,11 +10,11 @@ from doc_pages import DOCUMENTS, ROOT, blocks
 
 from sparsepretrain import cli, config, registry
 from sparsepretrain.cli import eval as evaluating
-from sparsepretrain.cli import prepare as preparing
 from sparsepretrain.cli import train as training_verb
 from sparsepretrain.cli._verb import read_settings
 from sparsepretrain.cli.main import parser
 from sparsepretrain.config import tables
+from sparsepretrain.config.groups import GROUPS, REGISTERED
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import backend
 from sparsepretrain.studies import sweep
@@ -78,7 +78,8 @@ def run(argv: list[str], tiny) -> None:
     verb, *words = argv
     arguments = parser(verb).read(words)
     if verb == "prepare":
-        preparing.data_options(arguments.overrides, arguments.config_dir)
+        plain = config.compose(arguments.overrides, arguments.config_dir)
+        config.validate(plain, {*GROUPS, *REGISTERED} - {"data"})
     elif verb == "eval":
         overrides: list[str] = []
         read_settings(evaluating.Settings, arguments.overrides, others=overrides)
