@@ -29,8 +29,8 @@ LOGITS_AT_ONCE = 2**24
 Observation = dict[str, Any]
 """Contribution of an evaluated micro-batch to the metrics; ``(sum, count)`` pairs are averaged.
 
-A sum may be a 0-d tensor on the device; other tensors become lists. The loop copies them to the
-host after the last micro-batch, so that evaluation does not wait for the device in between.
+A sum may be a 0-d tensor on the device; other tensors become lists. The loop copies the tensors of
+all micro-batches to the host at once.
 """
 
 
@@ -214,14 +214,23 @@ def build_task(run: Run) -> Task:
 
 
 def read(observations: Sequence[Observation]) -> list[Observation]:
-    """Replace tensors by numbers; waits for the device."""
+    """Replace device tensors by numbers in one device-to-host copy."""
     import torch
 
+    def tensors(value: Any) -> list[Tensor]:
+        first = value[0] if isinstance(value, tuple) else value
+        return [first] if isinstance(first, torch.Tensor) else []
+
+    found = [t for seen in observations for value in seen.values() for t in tensors(value)]
+    # exact: counts, classes and positions are below 2⁵³
+    numbers = iter(torch.cat([t.reshape(-1).double() for t in found]).tolist() if found else ())
+
     def plain(value: Any) -> Any:
-        if isinstance(value, tuple):
-            total, count = value
-            return (total.item() if isinstance(total, torch.Tensor) else total), count
-        return value.flatten().tolist() if isinstance(value, torch.Tensor) else value
+        for tensor in tensors(value):
+            kind = float if tensor.is_floating_point() else int
+            part = [kind(next(numbers)) for _ in range(tensor.numel())]
+            value = (*part, value[1]) if isinstance(value, tuple) else part
+        return value
 
     return [{key: plain(value) for key, value in seen.items()} for seen in observations]
 
