@@ -7,8 +7,11 @@ import contextlib
 import errno
 import os
 import select
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import NoReturn
 
 from sparsepretrain import __version__, registry
@@ -21,7 +24,7 @@ from sparsepretrain.errors import (
     causes,
     own_warnings,
 )
-from sparsepretrain.processes import rank, report
+from sparsepretrain.processes import note_interrupt, rank, report
 
 HELP = """\
 usage: sparsepretrain VERB [arguments]   (sparsepretrain VERB --help says more)
@@ -72,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an ASCII terminal shows ? for ᵀ
     try:
-        with own_warnings(lambda line: _complain(f"warning: {line}")):
+        with _interrupts(), own_warnings(lambda line: _complain(f"warning: {line}")):
             code = _dispatch(argv)
         print(end="", flush=True)
         return code
@@ -104,6 +107,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain("interrupted")
         exec("")  # CPython dies of SIGINT if the last executed string was interrupted
         return INTERRUPTED
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[None]:
+    """Record every SIGINT: a bare ``except`` in a library may swallow the exception."""
+    note_interrupt(False)
+    usual = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(usual):
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        note_interrupt()
+        usual(number, frame)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
 
 def verbs() -> dict[str, Verb]:

@@ -8,6 +8,7 @@ from types import FrameType
 from typing import Any
 
 from sparsepretrain.errors import INTERRUPTED, PREEMPTED
+from sparsepretrain.processes import was_interrupted
 
 _CODES = {signal.SIGTERM: PREEMPTED, signal.SIGINT: INTERRUPTED}
 
@@ -24,6 +25,8 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
+            if was_interrupted():  # a bare `except` of a library has swallowed the exception
+                raise KeyboardInterrupt
             for number in _CODES:
                 self._previous[number] = signal.signal(number, self._receive)
         return self

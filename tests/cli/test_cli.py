@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -181,3 +183,26 @@ def test_finished_run_needs_no_torch(tiny, capfd, monkeypatch):
         "finished (2 steps): nothing to do",
         "finished (1 steps): nothing to do",
     ]
+
+
+def test_interrupt_swallowed_by_a_library_still_exits_with_130(tiny, monkeypatch, capfd):
+    from sparsepretrain.training import plan
+
+    def library(run):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        except BaseException:
+            return
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(plan, "require_a_sparse_step", library)
+            assert cli.main(["train", *tiny.overrides()]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capfd.readouterr().err == "sparsepretrain: interrupted\n"
+    assert cli.main(["train", *tiny.overrides("steps=1")]) == 0, (
+        "the next command is not interrupted"
+    )
