@@ -78,7 +78,7 @@ def write(file: Path, tensors: Mapping[str, Tensor], firsts: Mapping[str, int]) 
             }
             for name, tensor in tensors.items()
         }
-        header = {OFFSETS: json.dumps(starts), "DCP_VERSION": "1.0", "format": "pt"}
+        header = {OFFSETS: json.dumps(starts)}  # one key: safetensors writes several in any order
     save_file(dict(tensors), file, header)
 
 

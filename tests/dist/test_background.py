@@ -20,7 +20,7 @@ def save_file(tensors, file, *header):
     calls.append(file)
     if len(calls) == 4:
         raise OSError(28, "No space left on device")
-    original(tensors, file)
+    original(tensors, file, *header)
 
 safetensors.torch.save_file = save_file
 """

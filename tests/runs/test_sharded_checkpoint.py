@@ -9,7 +9,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from sparsepretrain.errors import CheckpointError
-from sparsepretrain.runs import checkpoint
+from sparsepretrain.runs import checkpoint, tensors
 from sparsepretrain.runs.checkpoint import Checkpoint, Ranks, Retention
 from sparsepretrain.runs.tensors import Rows, Stored
 
@@ -135,3 +135,10 @@ def test_missing_rows_are_refused():
     for pieces in ({}, {1: rows}, {0: rows, 3: rows}, {0: rows, 1: rows}):
         with pytest.raises(ValueError, match="rows"):
             Stored(pieces)
+
+
+def test_a_shard_has_the_same_bytes_each_time(tmp_path):
+    """Several keys in the header would be written in any order."""
+    for number in range(8):
+        tensors.write(tmp_path / str(number), {"a": torch.arange(6.0).view(3, 2)}, {"a": 3})
+    assert len({file.read_bytes() for file in tmp_path.iterdir()}) == 1
