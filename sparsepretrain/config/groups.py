@@ -42,7 +42,7 @@ class StableDecay(Warmup):
     decay: Annotated[float, "(0, 1]"]
     """Fraction of the run in which the learning rate decays."""
     shape: Literal["linear", "sqrt"]
-    """Of the decay at fraction p: 1 - p, or 1 - √p (arXiv:2405.18392)."""
+    """Shape of the decay at fraction p: 1 - p, or 1 - √p (arXiv:2405.18392)."""
     end: Annotated[float, "[0, 1]"]
     """Learning rate after the last step, as a fraction of the peak."""
 

@@ -186,8 +186,8 @@ def save(
     Args:
         directory: ``checkpoints`` of a run directory; created if missing.
         step: completed optimizer steps.
-        parts: name -> tensors, :class:`~sparsepretrain.runs.tensors.Rows`, numbers, strings, None,
-            and lists, tuples and dicts of these. Ranks other than 0 pass only ``Rows``.
+        parts: name -> tensors, :class:`~sparsepretrain.runs.tensors.RowSlice`, numbers, strings,
+            None, and lists, tuples and dicts of these. Ranks other than 0 pass only row slices.
         config: configuration as YAML text.
         keep: retention rule, the new checkpoint included.
         ranks: ranks that save together.

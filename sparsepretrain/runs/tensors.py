@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 OFFSETS = "DCP_SHARDING_INFO"
-"""Header key of a file with :class:`Rows`; its value is JSON with the first row of each."""
+"""Header key of a file with :class:`RowSlice`; its value is JSON with the first row of each."""
 
 
-class Rows(NamedTuple):
-    """Rows of a tensor that this rank saves; other ranks save the remaining rows."""
+class RowSlice(NamedTuple):
+    """RowSlice of a tensor that this rank saves; other ranks save the remaining rows."""
 
     tensor: Tensor
     first: int
@@ -67,7 +67,7 @@ class Stored:
 
 
 def write(file: Path, tensors: Mapping[str, Tensor], firsts: Mapping[str, int]) -> None:
-    """Write tensors on the CPU; ``firsts`` holds the first row of those that are :class:`Rows`."""
+    """Write tensors on the CPU; ``firsts`` holds the first row of row slices."""
     from safetensors.torch import save_file
 
     header = None
@@ -97,7 +97,7 @@ def read(files: Iterable[Path]) -> dict[str, Stored]:
 
 
 def split(part: Any, name: str) -> tuple[Any, dict[str, Tensor], dict[str, int]]:
-    """Separate ``part`` into JSON values, tensors by path, and the first rows of :class:`Rows`.
+    """Separate ``part`` into JSON values, tensors by path, and the first rows of :class:`RowSlice`.
 
     Values that JSON lacks become a mapping with one key starting with a dollar sign. A tensor that
     occurs twice, such as a tied weight, is stored once.
@@ -127,7 +127,7 @@ def split(part: Any, name: str) -> tuple[Any, dict[str, Tensor], dict[str, int]]
             return value
         if isinstance(value, float):
             return value if math.isfinite(value) else {"$float": str(value)}
-        if isinstance(value, Rows):
+        if isinstance(value, RowSlice):
             found = add(value.tensor, path)
             firsts[found] = value.first
             return {"$tensor": found}

@@ -29,9 +29,9 @@ DECIDED = ("model", "sparsity", "optim", "schedule", "experiment", "steps", "epo
 def evaluated(source: WeightSource, overrides: Sequence[str], config_dirs: Sequence[Path]) -> Run:
     """Return the run of a checkpoint with other data, task or keys.
 
-    New text is tokenized as the run's was, whatever its group says. For a Hugging Face checkpoint
-    ``overrides`` are those of ``train`` with ``model=pretrained sparsity=dense``, and the text is
-    read with its tokenizer.
+    New text is tokenized like the run's; ``data.tokenizer`` of the new group is ignored. For a
+    Hugging Face checkpoint ``overrides`` are those of ``train`` with ``model=pretrained
+    sparsity=dense``, and the text is read with its tokenizer.
     """
     parsed = read(overrides, config_dirs)
     typed = {key for key, _ in parsed.values}

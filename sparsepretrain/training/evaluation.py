@@ -50,7 +50,7 @@ def evaluate_checkpoint(
         path: see :func:`weights.find`.
         overrides, config_dirs: see :func:`derive.evaluated`.
         split: validation or test; training data is augmented, mixed or cut.
-        average: use the mean of the weights of so many checkpoints, the last of them ``path``.
+        average: number of checkpoints whose weights are averaged; ``path`` is the last one.
         dense: densify the model first: plain layers that hold the weights evaluation uses.
         out: file that the result is appended to; None: ``eval.jsonl`` of the run directory, if any.
         console: prints the result; one on the standard output by default.

@@ -20,7 +20,7 @@ from sparsepretrain.training.batches import Request, split_requests
 from sparsepretrain.training.session import Session
 
 STEPS, SAMPLES = 2, 8
-"""Samples that are read again, spread over each of so many first steps, and over an evaluation:
+"""Number of first steps, and of samples of each step and of an evaluation, that are hashed:
 the order is a function of the seed, so another one differs in these as well."""
 
 

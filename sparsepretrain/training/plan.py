@@ -252,7 +252,7 @@ def duration(run: Run, device: torch.device, total: float) -> str:
     text = count(total)
     work = f"{text.rstrip('kMGTPEZ')} {text.lstrip('0123456789.')}FLOPs in all, counted dense"
     if isinstance(run.precision, SimulatedFP8):
-        kind = "simulated fp8" if run.precision.name == "fp8_sim" else "fp8 beside other types"
+        kind = "simulated fp8" if run.precision.name == "fp8_sim" else "fp8 mixed with other types"
         return f"{work}; {kind} has no peak to compare with"
     peak = peak_flops(device, run.precision.name)
     if peak is None:
@@ -282,7 +282,7 @@ def bytes_per_entry(run: Run, method: Method) -> tuple[BytesPerEntry, BytesPerEn
 
     Both have 4 bytes of weight, 4 of gradient and the moments. A(W) is stored where it is not W
     itself, B(W) where it is not A(W), each in the dtype of the matmuls. Masks that some methods
-    keep beside the counted one (1/8 byte each) are left out: less than 1 % of the sum. With Muon
+    keep in addition (1/8 byte each) are left out: less than 1 % of the sum. With Muon
     dense weights count as those of AdamW, also in blocks.
     """
     width, fp8 = compute_dtype(run.precision).itemsize, isinstance(run.precision, SimulatedFP8)

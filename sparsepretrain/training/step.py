@@ -50,7 +50,7 @@ class Step:
         self.nonfinite = ~torch.isfinite(self.losses.sum() + self.norm)
         """True if no guard accepts the step; 0-d bool on the device."""
         self.event = False
-        """True if the record gets a line for this step whatever ``log.every`` says: a switch of
+        """True if the record gets a line for this step regardless of ``log.every``: a switch of
         phase, flips that no later line repeats, or a step that was skipped."""
         self.stop: int | None = None
         """Exit code that the ranks agreed to stop with, once the numbers are read."""

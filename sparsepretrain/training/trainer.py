@@ -45,9 +45,9 @@ def train(run: Run, console: Console | None = None, *, stop_after: int | None = 
     Args:
         run: the checked configuration.
         console: shows progress; one on the standard output by default.
-        stop_after: end early, after so many steps of the run, with the evaluation, log line and
-            checkpoint of an end. What it computes up to there, and its directory, are those of
-            the whole run, which can be continued later.
+        stop_after: number of steps after which the run ends early, with the evaluation, log line
+            and checkpoint of an end. Up to there it is the whole run, in the same directory; it
+            can be continued later.
 
     Returns:
         0 when finished, else the exit code of the signal that stopped it.

@@ -24,7 +24,7 @@ from sparsepretrain.errors import (
     one_line,
 )
 from sparsepretrain.runs.checkpoint import Ranks
-from sparsepretrain.runs.tensors import Rows, Stored
+from sparsepretrain.runs.tensors import RowSlice, Stored
 from sparsepretrain.training.hardware import unusable_gpu
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ class World(Ranks):
 
         return sharding.whole(tensor)
 
-    def rows(self, tensor: Tensor) -> Tensor | Rows | None:
+    def rows(self, tensor: Tensor) -> Tensor | RowSlice | None:
         """Return what this rank saves of a tensor: its rows, all of it, or None."""
         from sparsepretrain.sparsity import sharding
 
@@ -91,7 +91,7 @@ class World(Ranks):
         if found is None:
             return tensor if self.is_main else None
         first, local = found
-        return Rows(local, first) if len(local) else None
+        return RowSlice(local, first) if len(local) else None
 
     def part(self, tensor: Tensor | Stored, like: Tensor) -> Tensor:
         """Return the own shard of ``tensor``, sharded like ``like``, or all of it."""

@@ -24,7 +24,7 @@ from tiny_runs import assert_equal_bits
 
 from sparsepretrain import config
 from sparsepretrain.errors import SparsePretrainError
-from sparsepretrain.runs.tensors import Rows
+from sparsepretrain.runs.tensors import RowSlice
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import identity, session_state, trainer
 from sparsepretrain.training.session import Session
@@ -40,7 +40,7 @@ def compared_with_its_source(own: Session, state: dict[str, Any], source: Any = 
     for part in session_state.STORED:
         for name, value in again.pop(part, {}).items():
             stored = state[part][name]
-            if isinstance(value, Rows):
+            if isinstance(value, RowSlice):
                 first, value = value.first, value.tensor
                 stored = stored[first : first + len(value)]
             assert_equal_bits(stored[...], value.cpu())

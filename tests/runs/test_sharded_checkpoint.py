@@ -11,7 +11,7 @@ from torch.distributed import checkpoint as dcp
 from sparsepretrain.errors import CheckpointError
 from sparsepretrain.runs import checkpoint, tensors
 from sparsepretrain.runs.checkpoint import Checkpoint, Ranks, Retention
-from sparsepretrain.runs.tensors import Rows, Stored
+from sparsepretrain.runs.tensors import RowSlice, Stored
 
 WHOLE = {
     "w": torch.arange(21.0).view(7, 3),
@@ -45,7 +45,7 @@ def parts(rank, size):
         chunk = -(-len(tensor) // size)
         rows = tensor[rank * chunk : (rank + 1) * chunk]
         if len(rows):
-            own[name] = Rows(rows, rank * chunk)
+            own[name] = RowSlice(rows, rank * chunk)
     return {"step": 3, "model": own} if rank == 0 else {"model": own}
 
 

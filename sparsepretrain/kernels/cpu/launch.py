@@ -29,7 +29,7 @@ from sparsepretrain.files import cache_directory, write_atomic
 
 Array = Any
 PER_THREAD = 2**21
-"""Elements of which a thread has at least so many. A second one must be woken, waits for the GIL
+"""Minimum number of elements per thread. A second one must be woken, waits for the GIL
 and shares its core with what OpenMP still does: for a millisecond of work steps become slower."""
 _SOURCES = hashlib.sha256(
     b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))

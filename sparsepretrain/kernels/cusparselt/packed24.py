@@ -142,7 +142,7 @@ class _Sample(NamedTuple):
     """Random operands of a problem, and some columns of their product in fp64."""
 
     operands: tuple[Tensor, Tensor, Tensor | None]  # packed, dense, bias
-    step: int  # every so many columns
+    step: int  # distance between compared columns
     expected: Tensor
     slack: Tensor
 
@@ -159,7 +159,7 @@ def _sample(problem: Problem) -> _Sample:
     fours.scatter_(-1, fours.abs().argsort(-1)[..., :2], 0.0)
     sparse, dense = wide.to(dtype), (draw(n, k) if transposed else draw(k, n)).to(dtype)
     bias = draw(m).to(out) if has_bias else None
-    # every so many columns rather than the first ones: each tile of the kernel has some of them
+    # evenly spaced columns rather than the first ones: each tile of the kernel has some of them
     step = -(-n // CHECKED)
     left, right = sparse.double(), (dense.t() if transposed else dense)[:, ::step].double()
     expected, spread = left @ right, left.abs() @ right.abs()
