@@ -1,9 +1,8 @@
-"""Mistakes that the comparisons with one process must notice: patches of the code that is trained."""
+"""Mistakes that the comparisons with one process must notice: patches of the trained code."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -44,13 +43,13 @@ def noise(number: Any) -> Any:
 
 
 def factor_of_root(module: Any, factor: float) -> None:
-    """``set_gradient_divide_factor`` where it is called for the model alone: it is not recursive."""
+    """``set_gradient_divide_factor`` called for the model alone: it is not recursive."""
     if hasattr(module, "transformer"):
         set_factor(module, factor)
 
 
 def by_pointer(own: Any, weight: Any, training: bool = False) -> Any:
-    """Projections kept by where the rows lie, which is no longer the same on some processes only."""
+    """Projections cached by the address of the rows, which changes on some ranks only."""
     if not isinstance(own.rows, ShardedRows):
         return project(own, weight, training)
     key = own.step, own.cache.key(training), own.rows.local(weight).data_ptr()

@@ -1,7 +1,7 @@
-"""What every process of a test with several runs: ``rank.py CASES``, one run after the other.
+"""Every rank of a test with several runs: ``rank.py CASES``, one run after the other.
 
-Each run is a fork, which may fail, hang or be killed and leave nothing to the next one; the imports,
-five seconds, are done once. Prints the exit code of each run, or -signal, as JSON.
+Each run is a fork, which may fail, hang or be killed and leave nothing to the next one. The
+imports, five seconds, are done once. Prints the exit code of each run, or -signal, as JSON.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.fsdp  # noqa: F401
-import torch.utils.flop_counter  # noqa: F401
+import torch.distributed.fsdp
+import torch.utils.flop_counter
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 from mutants import mistaken
 from strikes import strike
@@ -28,7 +28,6 @@ from sparsepretrain.runs.tensors import RowSlice
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import identity, session_state, trainer
 from sparsepretrain.training.session import Session
-
 
 load_state_dict = session_state.load_state_dict
 
@@ -77,7 +76,9 @@ def run(case: dict[str, Any]) -> int:
         elif case["only"] == "weights":
             trainer._run = compared_with_their_hash  # type: ignore[assignment]
         with mistaken(case["mutant"]):
-            return trainer.train(config.load(case["words"]), Console.silent(), stop_after=case["stop_after"])
+            return trainer.train(
+                config.load(case["words"]), Console.silent(), stop_after=case["stop_after"]
+            )
     except SparsePretrainError as error:
         print(f"{case['name']}: {error.label}: {error}", file=sys.stderr)
         return error.exit_code

@@ -139,8 +139,8 @@ def train(
     """Losses, flips and metrics of every step; masks, proof and weights at the end.
 
     ``resume``: halfway all is saved, and another model loads it with this function of
-    ``torch_checkpoints`` and goes on. ``meta``: the model is made on the meta device, and its shards
-    are ``loaded`` from rank 0 or ``initialized`` on each rank.
+    ``torch_checkpoints`` and goes on. ``meta``: the model is made on the meta device, and its
+    shards are ``loaded`` from rank 0 or ``initialized`` on each rank.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if shards else (0, 1)
     # FSDP averages gradients; a method that adds a constant to their norms needs sums

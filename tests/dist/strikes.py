@@ -1,4 +1,4 @@
-"""What happens to a process in the middle of a run: signals, hanging, numbers that are not finite."""
+"""Faults of a rank in the middle of a run: signals, hanging, numbers that are not finite."""
 
 from __future__ import annotations
 

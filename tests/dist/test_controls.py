@@ -4,7 +4,6 @@ import pytest
 from ranks import Case, train_with, variant
 from test_same_answer import FP64, KINDS, alone, drift
 from test_sharded_loops import compared
-from tiny_runs import assert_same_run, metrics
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(1800)]
 
@@ -62,7 +61,7 @@ def test_a_flat_previous_mask_is_noticed(tiny):
 
 
 def test_shards_that_are_not_those_of_the_weights_are_noticed(record_property):
-    """Operands of evaluation in a dense phase; masks a row beside the weights that they belong to."""
+    """Operands of evaluation in a dense phase; masks that are one row off their weights."""
     beside = [("bimask", 32), ("tsrste", 36), ("asp", 32)]
     cases = [{"name": "step", "evaluates": True, "reshard": False, "mutant": "no reshard"}]
     cases += [{"name": n, "inner": i, "mutant": "a shard shifted by one"} for n, i in beside]
