@@ -6,6 +6,9 @@ world size changes it.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -14,6 +17,7 @@ import numpy as np
 
 from sparsepretrain.data.tokens import TokenData
 from sparsepretrain.errors import DataError
+from sparsepretrain.files import write_atomic
 
 SEARCHED = 1 << 24
 """Tokens in which the ends of documents are searched at a time."""
@@ -105,13 +109,9 @@ class Documents:
     A document ends with its end-of-text token; those with fewer than two tokens are left out.
     """
 
-    def __init__(self, tokens: np.ndarray, end: int, length: int, seed: int) -> None:
-        """Find the documents of ``tokens``; see :func:`windows`."""
+    def __init__(self, tokens: np.ndarray, bounds: np.ndarray, length: int, seed: int) -> None:
+        """Take the documents between ``bounds`` of ``tokens``; see :func:`windows`."""
         self._tokens, self._length = tokens, length
-        # in parts: the comparison of a whole memory map would take as much memory as a large file
-        parts = range(0, len(tokens), SEARCHED)
-        found = [np.flatnonzero(tokens[i : i + SEARCHED] == end) + (i + 1) for i in parts]
-        bounds = np.unique(np.concatenate([[0], *found, [len(tokens)]]))
         whole = np.diff(bounds) > 1
         self._starts, self._stops = bounds[:-1][whole], bounds[1:][whole]
         self.count = len(self._starts)
@@ -131,6 +131,27 @@ class Documents:
             stop = min(self._stops[sample.item], start + self._length)
             row[: stop - start] = self._tokens[start:stop]
         return rows
+
+
+def document_bounds(data: TokenData, split: str) -> np.ndarray:
+    """Return 0, the index after each end-of-text token, and the number of tokens; int64.
+
+    The bounds of a large file are kept next to it: C4 takes minutes to search.
+    """
+    tokens, file = data.tokens[split], data.directory / f"{split}.documents.npy"
+    if len(tokens) > SEARCHED:
+        with contextlib.suppress(OSError, ValueError):
+            return np.load(file)
+    # in parts: the comparison of a whole memory map would take as much memory as a large file
+    parts = range(0, len(tokens), SEARCHED)
+    ends = [np.flatnonzero(tokens[i : i + SEARCHED] == data.end_of_text) + (i + 1) for i in parts]
+    bounds = np.unique(np.concatenate([[0], *ends, [len(tokens)]]))
+    if len(tokens) > SEARCHED:
+        with contextlib.suppress(OSError):  # a read-only cache is searched every time
+            content = io.BytesIO()
+            np.save(content, bounds)
+            write_atomic(file, content.getvalue(), tag=f".{os.getpid()}")
+    return bounds
 
 
 def windows(
@@ -164,7 +185,7 @@ def windows(
                 f"task.documents: the tokenizer of {data.name} has no end-of-text token, which "
                 "separates documents; choose another data.tokenizer, or task.documents=false"
             )
-        found = Documents(tokens, data.end_of_text, length, seed)
+        found = Documents(tokens, document_bounds(data, split), length, seed)
         if not found.count:
             raise DataError(f"task.documents: the {split} split of {data.name} has no documents")
         return found

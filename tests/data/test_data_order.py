@@ -4,6 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparsepretrain.data import order
 from sparsepretrain.data.order import windows
 from sparsepretrain.data.tokens import TokenData
 
@@ -144,3 +145,17 @@ def test_documents_without_a_token_to_predict_are_left_out():
     opened = TokenData("x", Path("/prepared"), "f", 99, tokens, None, 0)
     rows = windows(opened, "train", 4, 0, documents=True).batch(0, [0], 1)
     assert rows.tolist() == [[3, 4, -1, -1, -1]]
+
+
+def test_bounds_of_a_large_file_are_kept_next_to_it(tmp_path, monkeypatch):
+    tokens = {"train": np.array([3, 0, 4, 5, 0, 6, 0])}
+    opened = TokenData("x", tmp_path, "f", 99, tokens, None, 0)
+    assert order.document_bounds(opened, "train").tolist() == [0, 2, 5, 7]
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(order, "SEARCHED", 3)
+    assert order.document_bounds(opened, "train").tolist() == [0, 2, 5, 7]
+    (kept,) = tmp_path.iterdir()
+    np.save(kept, [0, 7])
+    assert order.document_bounds(opened, "train").tolist() == [0, 7]
+    kept.write_bytes(b"torn")
+    assert order.document_bounds(opened, "train").tolist() == [0, 2, 5, 7]
