@@ -167,7 +167,7 @@ class Run:
         if precision in ("fp16", "fp8", "fp8_sim"):
             yield "precision", f"must be fp32, bf16 or fp64 with parallel=fsdp, got {precision}"
         if getattr(self.optim, "name", "") == "muon":
-            yield "optim", "Muon needs whole matrices, got muon: use parallel=single or ddp"
+            yield "optim", "must not be muon with parallel=fsdp, which shards matrices: use ddp"
         if self.probe:
             names = ", ".join(self.probe)
             yield "probe", f"needs whole weights, got {names}: use parallel=single or ddp"

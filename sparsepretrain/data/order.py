@@ -136,7 +136,7 @@ class Documents:
 def document_bounds(data: TokenData, split: str) -> np.ndarray:
     """Return 0, the index after each end-of-text token, and the number of tokens; int64.
 
-    The bounds of a large file are kept next to it: C4 takes minutes to search.
+    The bounds of a large file are kept next to it, so that not every run reads all of it.
     """
     tokens, file = data.tokens[split], data.directory / f"{split}.documents.npy"
     if len(tokens) > SEARCHED:

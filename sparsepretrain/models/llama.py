@@ -46,8 +46,8 @@ class Llama(Headable):
     def build(options: LlamaOptions) -> nn.Module:
         """Build a LlamaForCausalLM with weights N(0, 0.02), transformers' default.
 
-        The FFN is ``down_proj(act(gate_proj(x)) · up_proj(x))`` in three operations. Joining gate
-        and up for ``kernels.swiglu`` takes 1.8 times as long on a CPU, because it copies both.
+        The FFN is ``down_proj(act(gate_proj(x)) · up_proj(x))``. ``kernels.swiglu`` is not used: it
+        takes gate and up as one tensor, and joining them would copy both.
         """
         from transformers import LlamaConfig
         from transformers.models.llama.modeling_llama import LlamaForCausalLM
