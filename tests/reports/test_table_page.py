@@ -340,7 +340,7 @@ def test_committed_records_give_the_committed_pages(record):
         assert render(results, found).markdown == page.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["claims_tuned_regression", "claims_tuned_lm"])
+@pytest.mark.parametrize("name", ["claims_tuned_regression", "claims_tuned_lm", "sste_muon"])
 def test_judged_runs_have_the_settings_that_tuning_chose(name):
     results, table = read_record(RECORDS[0].with_name(f"{name}.json.gz")), load_table(name)
     seeds = table.scales["nano"].tune.seeds
