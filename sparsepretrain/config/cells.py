@@ -83,6 +83,7 @@ def cells(
     only: str = "*",
     overrides: Sequence[str] = (),
     config_dirs: Sequence[Path] = (),
+    matched: Mapping[str, Sequence[str]] | None = None,
     settings: Mapping[str, str] | None = None,
 ) -> list[Cell]:
     """Return the runs of a table, seed by seed: a stopped table has complete seeds.
@@ -94,9 +95,10 @@ def cells(
         only: glob of rows or of ``row @ column``.
         overrides: further overrides of all cells, with the highest precedence.
         config_dirs: see :func:`validate.load`.
+        matched: row -> overrides that give it the cost of another row, see ``table.match``.
         settings: row -> tuned setting; rows without one are left out. None: nothing is tuned.
     """
-    wanted = _overrides(name, table, scale, only, overrides)
+    wanted = cell_overrides(name, table, scale, only, overrides, matched)
     if settings is not None:
         wanted = {
             at: [*words, *settings[at[0]].split()]
@@ -123,12 +125,13 @@ def tuning_cells(
     only: str = "*",
     overrides: Sequence[str] = (),
     config_dirs: Sequence[Path] = (),
+    matched: Mapping[str, Sequence[str]] | None = None,
 ) -> list[Cell]:
     """Return the runs that choose the setting of each row, which is the column of its cell.
 
     The arguments are those of :func:`cells`.
     """
-    wanted = _overrides(name, table, scale, only, overrides)
+    wanted = cell_overrides(name, table, scale, only, overrides, matched)
     if tuned := [word for word in overrides if word.lstrip("+").partition("=")[0] in tune.keys]:
         raise ConfigError(f"{tuned[0]}: {name} tunes this key itself")
     tried = {
@@ -139,8 +142,13 @@ def tuning_cells(
     return grid(name, tried, tune.seeds, config_dirs)
 
 
-def _overrides(
-    name: str, table: Table, scale: Scale, only: str, overrides: Sequence[str]
+def cell_overrides(
+    name: str,
+    table: Table,
+    scale: Scale,
+    only: str,
+    overrides: Sequence[str],
+    matched: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[tuple[str, str], list[str]]:
     """Return (row, column) -> overrides of the cells that match ``only``."""
     if scale not in table.scales:
@@ -155,7 +163,7 @@ def _overrides(
         (r, c): [
             *[f"experiment={table.experiment}"] * (table.experiment is not None),
             *[*size.overrides, *table.columns.get(c, ()), *size.columns.get(c, ())],
-            *[*table.rows[r], *size.rows.get(r, ()), *overrides],
+            *[*table.rows[r], *size.rows.get(r, ()), *overrides, *(matched or {}).get(r, ())],
         ]
         for r, c in known
         if fnmatchcase(r, only) or fnmatchcase(cell_name(r, c), only)

@@ -122,6 +122,19 @@ class Tune:
 
 
 @dataclass(slots=True, kw_only=True)
+class Match:
+    """Row whose FFN width or number of steps is computed so that it costs as much as another."""
+
+    to: str
+    """The other row."""
+    equal: Literal["parameters", "flops", "tokens"]
+    """parameters: the FFN is so wide that the model has as many as the other nonzero ones; flops:
+    steps of equal FLOPs, if a 2:4 matmul costs half a dense one; tokens: steps of equal tokens."""
+    factor: Annotated[float, "> 0"] = 1.0
+    """Factor of the cost: 0.5 with ``tokens`` trains on half as many."""
+
+
+@dataclass(slots=True, kw_only=True)
 class Size:
     """Scale of the runs of a table."""
 
@@ -229,6 +242,10 @@ class Table:
     column_label: str = ""
     rows: dict[str, list[str]] = field(default_factory=dict)
     """Label -> overrides."""
+    match: dict[str, Match] = field(default_factory=dict)
+    """Row -> the row whose cost it gets."""
+    scaling: list[str] = field(default_factory=list)
+    """Rows, with masks of one method, to which the page fits a scaling law."""
     columns: dict[str, list[str]] = field(default_factory=dict)
     """Label -> overrides; a cell is a row and a column. Empty: one column without a label."""
     baseline: str | None = "dense"
@@ -256,6 +273,14 @@ class Table:
                 yield from _unknown(f"metrics.{key}.percent_of", [metric.percent_of], cells)
                 if self.baseline not in (None, metric.percent_of):
                     yield f"metrics.{key}.percent_of", f"must be the baseline, {self.baseline!r}"
+        yield from _unknown("match", self.match, self.rows)
+        yield from _unknown("scaling", self.scaling, self.rows)
+        for row, match in self.match.items():
+            yield from _unknown(f"match.{row}.to", [match.to], self.rows)
+            if match.to in self.match:
+                yield f"match.{row}.to", f"{match.to!r} is matched itself; name a row that is not"
+        if self.match and self.columns:
+            yield "match", "is for tables without columns"
         for scale, size in self.scales.items():
             yield from _unknown(f"scales.{scale}.rows", size.rows, self.rows)
             yield from _unknown(f"scales.{scale}.columns", size.columns, self.columns)

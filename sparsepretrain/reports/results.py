@@ -61,6 +61,10 @@ class CellResult:
     """2:4 matmuls per sparse layer, of three, mean over the run; null: not counted."""
     flops: float | None = None
     """FLOPs of the run if a 2:4 matmul costs half a dense one; null: not counted."""
+    entries: int = 0
+    """Parameters without embeddings; 0: not counted."""
+    nonzero: int = 0
+    """Nonzero ones of ``entries`` at the end."""
     metrics: dict[str, float | None] = field(default_factory=dict)
     """Metrics of finished runs; null: not finite."""
     missing: dict[str, str] = field(default_factory=dict)
@@ -197,28 +201,35 @@ def collect(
         result.parts = [collect(part, scale=scale, **asked) for part in table.parts]
     elif table.scales:
         result.scale = scale or ("nano" if "nano" in table.scales else "paper")
-        settings = None
+        settings, matched = None, None
+        if table.match:
+            from sparsepretrain.training import cost
+
+            matched = cost.matched(name, table, result.scale, overrides, config_dirs)
         tune = table.scales[result.scale].tune if result.scale in table.scales else None
         if tune is not None:
-            tried = tuning_cells(
-                name, table, result.scale, tune, overrides=overrides, config_dirs=config_dirs
-            )
+            given: dict[str, Any] = {"overrides": overrides, "config_dirs": config_dirs}
+            tried = tuning_cells(name, table, result.scale, tune, matched=matched, **given)
             result.tuning = trials(tried, table, result.scale)
             settings = chosen(result.tuning, table)
         found = [
             _collect(cell, table, result.scale)
-            for cell in cells(name, table, result.scale, settings=settings, **asked)
+            for cell in cells(
+                name, table, result.scale, matched=matched, settings=settings, **asked
+            )
         ]
         begun = {cell.seed for cell, _ in found if cell.state != "missing"}
         result.cells = [cell for cell, _ in found if cell.seed in begun]
-        if tune is not None:
-            from sparsepretrain.training.plan import run_cost
+        if tune is not None or table.match:
+            from sparsepretrain.training.cost import run_cost
 
             for cell, data in found:
                 cell.curves = {}  # pages of tuned tables show final values only
                 if cell.state == "finished" and data is not None:
                     run = validate(data.config)
-                    cell.sparse_matmuls, cell.flops = run_cost(run, data.records)
+                    cost_of = run_cost(run, data.records)
+                    cell.sparse_matmuls, cell.flops = cost_of.sparse_matmuls, cost_of.flops
+                    cell.entries, cell.nonzero = cost_of.entries, cost_of.nonzero
         result.seeds = sorted(begun)
         configs = {cell.config: run.config for cell, run in found if run is not None}
         result.configs = {key: freeze.experiment(configs[key]) for key in sorted(configs)}

@@ -75,6 +75,11 @@ def parts(
 
 def _parts(name: str, table: Table, scale: Scale, seeds: Seeds, asked: Any) -> list[Part]:
     tune = table.scales[scale].tune if scale in table.scales else None
+    if table.match:
+        from sparsepretrain.training.cost import matched
+
+        equal = matched(name, table, scale, asked["overrides"], asked["config_dirs"])
+        asked = {**asked, "matched": equal}
     if tune is None:
         return [Part(name, table, scale, cells(name, table, scale, seeds=seeds, **asked))]
     tried = tuning_cells(name, table, scale, tune, **asked)

@@ -6,9 +6,7 @@ Models are traced on the meta device: no data, no memory, no directory.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +20,7 @@ from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.optim import build_optimizer
 from sparsepretrain.sparsity import Sparsifier
-from sparsepretrain.sparsity.method import Method, enter
+from sparsepretrain.sparsity.method import Method
 from sparsepretrain.sparsity.operand_table import W
 from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.tracking.console import Console, clock, count
@@ -214,37 +212,6 @@ def step_cost(run: Run, task: Task, model: nn.Module) -> tuple[float, float, int
         sum(sizes.values()) * run.batch.micro * width / 4,
         items * run.batch.size,
     )
-
-
-def run_cost(run: Run, lines: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """Return the 2:4 matmuls per sparse layer, mean over the steps, and the FLOPs of a run.
-
-    FLOPs are counted as if each 2:4 matmul, or one with fewer nonzeros, cost half a dense one.
-
-    Args:
-        run: finished run.
-        lines: its record, whose training lines say which steps were sparse.
-    """
-    task = build_task(run)
-    model = build_model(task, META)
-    flops, _, _ = step_cost(run, task, model)
-    inputs = layer_inputs(run, task, model)
-    sparsifier = sparsify_model(run, task, model)
-    method, dtype = sparsifier.method, compute_dtype(run.precision)
-    micro_batches = run.batch.size // run.batch.micro
-    layers = matmul_flops(sparsifier, inputs, micro_batches, dtype, flops).layers
-    logged = [line for line in lines if line.get("sparse") is not None]
-    # A line tells the phase of the steps up to the next line; changes of phase have lines.
-    bounds = [0, *(line["step"] for line in logged[1:]), run.steps]
-    count = saved = 0.0
-    for line, (begin, end) in zip(logged, pairwise(bounds), strict=True):
-        enter(method, line["step"])
-        # an optimizer may decide the phase: the record knows, a new method does not
-        row = method.phase.row if method.phase.row.sparse else method.sparse_row
-        halved = row.halved if line["sparse"] else []
-        count += (end - begin) * len(halved)
-        saved += (end - begin) * sum(layers[name] for name in halved) / 2
-    return count / run.steps, run.steps * flops - saved
 
 
 def duration(run: Run, device: torch.device, total: float) -> str:
