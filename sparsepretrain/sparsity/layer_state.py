@@ -150,11 +150,11 @@ class LayerState(nn.Module):
             return ClockKey(clock, seed, self.index, product, room)
         return noise_key(seed, clock[0], self.index, product, clock[1] * room)
 
-    @property
-    def _group(self) -> int | None:
+    def _group(self, *, updating: bool) -> int | None:
         """Rows of the stored weight that the method must see together; None: all of them."""
         outputs, inputs = self.method.multiples
-        return None if self.method.needs_whole else (outputs if self.dim else inputs)
+        whole = self.method.needs_whole(updating=updating)
+        return None if whole else (outputs if self.dim else inputs)
 
     def project(self, weight: Tensor, training: bool = False, *, graph: bool = False) -> Projection:
         """Return the projection for evaluation or training; W and no mask in a dense phase.
@@ -175,13 +175,15 @@ class LayerState(nn.Module):
         # masks and scales come from the master in fp32 or wider, never from a cast copy
         with torch.set_grad_enabled(graph):
             master = self.rows.local(weight) if graph else self.rows.local(weight).detach()
-            return self.rows.apply(self.method.project, widen(master), self, self._group)
+            group = self._group(updating=False)
+            return self.rows.apply(self.method.project, widen(master), self, group)
 
     @torch.no_grad()
     def update(self, weight: Tensor) -> None:
         """Call ``update_`` of the method with the current weight."""
         master = self.rows.local(weight).detach()
-        self.rows.apply(self.method.update_, master, self, self._group)
+        group = self._group(updating=True)
+        self.rows.apply(self.method.update_, master, self, group)
 
     def choose_products(self, device: torch.device) -> None:
         """Choose products for ``device``; ``auto`` waits for the first inputs."""
@@ -220,7 +222,8 @@ class LayerState(nn.Module):
         def choose(master: Tensor, layer: Layer) -> Tensor:
             return self.method.mask(master, self.dim).bool()
 
-        return self.rows.apply(choose, widen(self.rows.local(weight).detach()), self, self._group)
+        group = self._group(updating=False)
+        return self.rows.apply(choose, widen(self.rows.local(weight).detach()), self, group)
 
     def compared_mask(self, weight: Tensor) -> Tensor:
         """Return the mask of the last comparison; bool, shape of ``weight``."""

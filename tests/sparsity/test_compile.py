@@ -8,12 +8,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import sparsepretrain as sp
 
 # tracing the draws takes ten seconds: once, for sste
-CASES = [(name, {"mvue": "none"} if name == "tsrste" else {}) for name in sp.list_methods()]
+CASES = [
+    *((name, {"mvue": "none"} if name == "tsrste" else {}) for name in sp.list_methods()),
+    ("slope", {"mask": "random"}),  # drawn once
+]
 OPTIONS = [
     ("srste", {"n": 1, "m": 16, "decay_on": "weight"}),
     ("sdgp", {"variant": "random"}),
     ("dense", {"flip_rule": "transposable", "refresh": 2}),
-    ("slope", {"mask": "random"}),
     ("sste", {"mvue": "weight", "estimator": "exact", "gamma": 0.1, "ste_scale": "beta"}),
 ]
 

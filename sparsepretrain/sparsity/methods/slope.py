@@ -65,10 +65,11 @@ class SLoPe(StoredMask, LowRank):
     def multiples(self) -> tuple[int, int]:
         return self.options.m, self.options.m
 
-    @property
-    def needs_whole(self) -> bool:  # type: ignore[override]
-        """True at the step that draws a random mask."""
-        return self.options.mask == "random" and self.schedule.step == self.schedule.start
+    def needs_whole(self, *, updating: bool) -> bool:
+        """Return True at the step that draws a random mask."""
+        if not updating or self.options.mask != "random":
+            return False
+        return self.schedule.step == self.schedule.start
 
     def phase_of(self, step: int) -> Phase:
         """Return stage 1 where adapters take part."""
