@@ -169,28 +169,34 @@ def cost_figure(results: TableResults, table: Table) -> Figure | None:
     short = [row for row, (matmuls, _) in cost.items() if not matmuls and size[row] == size[base]]
     if len(short) < 2:
         return None
-    figure, axes = plots.new_figure((6.0, 4.4))
+    figure, axes = plots.new_figure((7.5, 4.4))
     points = {row: _of(values, row, "", base) for row in cost if row != base}
     points[base] = Difference(base, [0.0])
-    label_height = 0.05 * max(abs(d.mean) for d in points.values())
     for row, d in points.items():
         flops = cost[row][1]
         low, high = d.interval()
         color = plots.COLORS[0] if row in short else plots.COLORS[1]
         axes.plot([flops, flops], [low, high], color=color, linewidth=2)
         axes.plot([flops], [d.mean], "o", color=color)
-        # a row just above at the same cost has its label there: write this one below the point
-        crowded = any(
-            0 < other.mean - d.mean < label_height and abs(cost[name][1] - flops) < 1
-            for name, other in points.items()
-        )
-        offset = (6, -10 if crowded else 3)
-        axes.annotate(row, (flops, d.mean), offset, textcoords="offset points", fontsize=8)
     line = sorted((cost[row][1], Difference("", [*values[row].values()]).mean) for row in short)
     axes.plot(*zip(*line, strict=True), color=plots.COLORS[0], linewidth=1, alpha=0.6)
     axes.set_xlabel(f"FLOPs, % of {base}, if a 2:4 matmul costs half a dense one")
     axes.set_ylabel(_label(metric, table))
-    axes.margins(x=0.12, y=0.1)
+    axes.margins(x=0.06, y=0.06)
+    # labels in a column at the right, each with a line to its point: points may coincide
+    low, high = axes.get_ylim()
+    above = -math.inf
+    for row in sorted(points, key=lambda row: points[row].mean):
+        above = max((points[row].mean - low) / (high - low), above + 0.055)
+        axes.annotate(
+            row,
+            (cost[row][1], points[row].mean),
+            (1.04, above),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=8,
+            arrowprops={"arrowstyle": "-", "color": "0.75", "relpos": (0, 0.5)},
+        )
     return figure
 
 

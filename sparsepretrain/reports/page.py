@@ -1,11 +1,11 @@
-"""HTML page of a report: the Markdown with its figures as SVG, in one file."""
+"""Pages of reports: Markdown tables, and the Markdown with its figures as SVG in one HTML file."""
 
 from __future__ import annotations
 
 import base64
 import html
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -63,3 +63,9 @@ def _points(artist: Any) -> int:
     if hasattr(artist, "get_xydata"):
         return len(artist.get_xydata())
     return sum(len(path.vertices) for path in artist.get_paths())
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return a Markdown table as lines."""
+    body = [header, ["---"] * len(header), *rows]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in body]

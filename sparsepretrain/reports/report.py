@@ -21,7 +21,7 @@ from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.files import write_atomic
 from sparsepretrain.reports import plots, probes
 from sparsepretrain.reports.figures import compared, of_runs
-from sparsepretrain.reports.page import html_page
+from sparsepretrain.reports.page import html_page, markdown_table
 from sparsepretrain.reports.results import collect, read_record, write_record
 from sparsepretrain.reports.runs import (
     Paired,
@@ -32,7 +32,7 @@ from sparsepretrain.reports.runs import (
     pair,
     uneven_validation,
 )
-from sparsepretrain.reports.table import markdown_table, render
+from sparsepretrain.reports.table import render
 from sparsepretrain.runs.directory import RunDirectory, find_runs
 from sparsepretrain.tracking.console import clock, count
 

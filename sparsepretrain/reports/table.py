@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +26,9 @@ from sparsepretrain.config.tables import (
     published,
     table_cells,
 )
-from sparsepretrain.reports import claims, figures
+from sparsepretrain.reports import claims, figures, scaling
 from sparsepretrain.reports.claims import Difference, Ruling, judge
+from sparsepretrain.reports.page import markdown_table
 from sparsepretrain.reports.ran import what_ran
 from sparsepretrain.reports.results import SHARED, CellResult, TableResults, chosen, means
 from sparsepretrain.tracking.console import clock, count
@@ -136,6 +137,8 @@ def _measured(page: Page, results: TableResults, table: Table, mark: str) -> Non
         page.lines += [f"![{caption}]({results.name}-{name}.png)", ""]
     for key, metric in table.metrics.items():
         page.lines += [f"{mark} {_capital(metric.label)}", "", *_numbers(results, table, key), ""]
+    if table.scaling:
+        page.lines += [f"{mark} Scaling law", "", *scaling.section(results, table), ""]
     power = [line for key in table.metrics if (line := _power(results, table, key, rulings))]
     if power:
         page.lines += [f"{mark} Detectable differences", "", *power, ""]
@@ -494,12 +497,6 @@ def _runs(results: TableResults) -> list[str]:
         lines += ["", f"Overrides of all runs: {changed}."]
     lines += ["", f"Libraries: {', '.join(sorted(packages))}."] if packages else []
     return [*lines, "", "Commands of the first seed:", "", "```sh", *commands, "```"]
-
-
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return a Markdown table as lines."""
-    body = [header, ["---"] * len(header), *rows]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in body]
 
 
 def _capital(text: str) -> str:

@@ -31,6 +31,32 @@ def written(directory, **changes):
     return [directory]
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"match": {"dense": {"to": "none", "equal": "flops"}}},
+            "match.dense.to 'none' is unknown",
+        ),
+        ({"match": {"none": {"to": "dense", "equal": "flops"}}}, "match 'none' is unknown"),
+        ({"match": {"dense": {"to": "dense", "equal": "flops"}}}, "'dense' is matched itself"),
+        (
+            {"match": {"dense": {"to": "dense", "equal": "time"}}},
+            "must be one of parameters, flops, tokens, got 'time'",
+        ),
+        (
+            {"match": {"dense": {"to": "γ = 0.2", "equal": "flops"}}},
+            "is for tables without columns",
+        ),
+        ({"scaling": ["half"]}, "scaling 'half' is unknown"),
+    ],
+)
+def test_matches_that_cannot_be_computed_are_refused(tmp_path, changes, message):
+    with pytest.raises(ConfigError) as error:
+        load_table("mine", written(tmp_path, **changes))
+    assert message in str(error.value)
+
+
 def test_cells_are_runs_with_a_directory_each(tmp_path):
     dirs = written(tmp_path)
     found = cells("mine", load_table("mine", dirs), "nano", config_dirs=dirs)

@@ -197,6 +197,8 @@ RECORDS = Path(__file__).parents[2] / "docs/tables/records"
         ("sste_muon", "S-STE, Muon", "S-STE", "loss", "S-STE is better under Muon"),
         ("sste_muon", "SR-STE, Muon", "SR-STE", "loss", "SR-STE is better under Muon"),
         ("sste_muon", "SR-STE, Muon", "S-STE, Muon", "loss", "under Muon SR-STE is below S-STE"),
+        ("match", "S-STE", "dense, FLOPs of S-STE", "loss", "at equal FLOPs, S-STE"),
+        ("match", "dense", "SR-STE", "loss", "at equal tokens, SR-STE is worse"),
     ],
 )
 def test_verdicts_of_a_committed_record_are_those_of_scipy(name, first, second, metric, claim):

@@ -1,0 +1,104 @@
+"""The scaling law of arXiv:2309.08520."""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from sparsepretrain.config.tables import load_table
+from sparsepretrain.reports import scaling
+from sparsepretrain.reports.results import CellResult, TableResults
+from sparsepretrain.reports.scaling import Law, Point, fit
+
+TRUE = {"a_S": 0.5, "b_S": 0.7, "c_S": 1.0, "b_N": 0.25, "a_D": 0.3, "b_D": 0.4, "c": 0.6}
+
+
+def law(s, n, d, k):
+    return (
+        (k["a_S"] * (1 - s) ** k["b_S"] + k["c_S"]) / n ** k["b_N"]
+        + k["a_D"] / d ** k["b_D"]
+        + k["c"]
+    )
+
+
+def grid(sparsities, widths, tokens, true, noise=None):
+    points = []
+    for s, width, d in itertools.product(sparsities, widths, tokens):
+        n = width * (1 - s)
+        loss = law(s, n, d, true) + (noise.normal(0, 0.003) if noise else 0)
+        points.append(Point(f"{s} {width} {d}", s, n, d, loss))
+    return points
+
+
+@pytest.mark.parametrize("true", [TRUE, TRUE | {"b_S": 0.3, "b_N": 0.1, "c": 0.2}])
+def test_exact_losses_give_the_exact_coefficients(true):
+    found = fit(grid((0, 0.5, 0.75, 0.875), (0.25, 1, 4), (0.25, 0.5, 1), true))
+    assert isinstance(found, Law)
+    assert {k: v for k, (v, _) in found.coefficients.items()} == pytest.approx(true, rel=1e-5)
+    assert all(half < 1e-5 for _, half in found.coefficients.values())
+
+
+def test_intervals_contain_the_truth_as_often_as_they_say():
+    random, hits = np.random.default_rng(3), []
+    for _ in range(40):
+        found = fit(grid((0, 0.5, 0.75, 0.875), (0.25, 1, 4), (0.25, 0.5, 1), TRUE, random))
+        value, half = found.coefficients["b_N"]
+        hits.append(abs(value - TRUE["b_N"]) < half)
+    assert np.mean(hits) > 0.85
+
+
+@pytest.mark.parametrize(
+    ("sparsities", "tokens", "names"),
+    [
+        ((0, 0.5), (0.25, 0.5, 1), {"a_S", "b_S", "b_N", "a_D", "b_D", "c"}),
+        ((0,), (1,), {"a_S", "b_N", "c"}),
+        ((0, 0.5, 0.75), (0.5, 1), {"a_S", "b_S", "c_S", "b_N", "c"}),
+    ],
+)
+def test_coefficients_that_the_rows_cannot_tell_apart_are_left_out(sparsities, tokens, names):
+    true = TRUE | {"c_S": 0.0}
+    widths = (0.25, 0.5, 1, 2, 4, 8)
+    found = fit(grid(sparsities, widths, tokens, true))
+    assert set(found.coefficients) == names
+
+
+def test_too_few_rows_are_not_fitted():
+    assert fit(grid((0, 0.5), (1, 2), (1,), TRUE)).startswith("Not fitted: 4 of at least 6")
+    assert "2 of at least 3 numbers" in fit(grid((0,), (1, 2), (0.2, 0.4, 0.6, 0.8, 1), TRUE))
+
+
+def test_the_page_shows_measured_and_fitted_losses():
+    table = load_table("match")
+    shapes = {
+        "dense": (1000, 1.0, 0.0),
+        "SR-STE": (600, 1.0, 0.4),
+        "SR-STE, 1:4": (400, 1.0, 0.6),
+        "dense, parameters of SR-STE": (600, 1.0, 0.0),
+        "dense, parameters of SR-STE, 1:4": (400, 1.0, 0.0),
+        "dense, FLOPs of SR-STE": (1000, 0.9, 0.0),
+        "dense, FLOPs of S-STE": (1000, 0.8, 0.0),
+        "dense, half the tokens": (1000, 0.5, 0.0),
+        "SR-STE, half the tokens": (600, 0.5, 0.4),
+    }
+    cells = [
+        CellResult(
+            row=row,
+            seed=seed,
+            state="finished",
+            tokens=100 * d,
+            entries=round(n / (1 - s)),
+            nonzero=n,
+            metrics={"loss": law(s, n / 1000, d, TRUE) + 0.1 * (2 * seed - 1)},
+        )
+        for row, (n, d, s) in shapes.items()
+        for seed in (0, 1)
+    ]
+    results = TableResults(name="match", scale="nano", cells=cells)
+    lines = scaling.section(results, table)
+    assert any(line.startswith("| b_N | 0.25 | ±") for line in lines)
+    assert sum(line.endswith("| +0.00 |") or line.endswith("| -0.00 |") for line in lines) == 9
+    half = dataclasses.replace(results, cells=[c for c in cells if c.row != "dense"])
+    assert scaling.section(half, table)[0].startswith("Not fitted: 0 of")
+    assert math.isclose(scaling.points(results, table)[1].sparsity, 0.4)

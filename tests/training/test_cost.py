@@ -1,0 +1,137 @@
+"""Costs of runs before they start, and rows with the cost of another."""
+
+import pytest
+
+from sparsepretrain import config
+from sparsepretrain.config.cells import cells
+from sparsepretrain.config.strict import build
+from sparsepretrain.config.tables import Table, load_table
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.training.cost import matched, run_cost
+
+MICRO = ["experiment=claims_lm", "steps=100"]
+
+
+def table_of(words, **match):
+    rows = {"dense": ["sparsity=dense"], "sparse": words, "equal": ["sparsity=dense"]}
+    return build(
+        Table,
+        {
+            "title": "at equal cost",
+            "rows": rows,
+            "match": {"equal": {"to": "sparse", **match}},
+            "metrics": {"loss": {"label": "loss", "key": "loss", "better": "lower"}},
+            "scales": {"nano": {}},
+        },
+    )
+
+
+def equal(words, overrides=MICRO, **match):
+    return matched("t", table_of(words, **match), "nano", overrides)["equal"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sparse_steps", "matmuls", "nonzero"),
+    [
+        (["sparsity=dense"], (), 0.0, 1.0),
+        (["sparsity=ste"], range(100), 1.0, 0.5),
+        (["sparsity=ste", "sparsity.n=1"], range(100), 1.0, 0.25),
+        (["sparsity=ste", "sparsity.window.stop=0.7"], range(70), 0.7, 1.0),
+        (["sparsity=asp", "sparsity.at=0.5"], range(50, 100), 0.5, 0.5),
+        (["sparsity=tsrste", "sparsity.dense_tail=0.2"], range(80), 2.4, 1.0),
+        # the second mask is on gradients alone: the weights stay dense
+        (["sparsity=sdgp"], range(100), 1.0, 1.0),
+    ],
+)
+def test_the_schedule_gives_the_cost_that_the_record_gives(words, sparse_steps, matmuls, nonzero):
+    run = config.load([*MICRO, *words])
+    cost = run_cost(run)
+    ffn = 2 * 2 * 32 * 128
+    assert cost.sparse_matmuls == pytest.approx(matmuls)
+    assert cost.entries - cost.nonzero == round((1 - nonzero) * ffn)
+    assert cost.parameters - cost.entries == (256 + 64) * 32  # token and position embeddings
+    lines = [{"step": step, "sparse": float(step in sparse_steps)} for step in range(100)]
+    assert run_cost(run, lines) == pytest.approx(cost)
+
+
+@pytest.mark.parametrize(
+    ("words", "match", "expected"),
+    [
+        (["sparsity=sste"], {"equal": "flops"}, None),
+        (["sparsity=srste"], {"equal": "tokens"}, ["steps=100"]),
+        (["sparsity=srste"], {"equal": "tokens", "factor": 0.25}, ["steps=25"]),
+        (["sparsity=srste"], {"equal": "parameters"}, [64]),
+        (["sparsity=srste", "sparsity.n=1"], {"equal": "parameters"}, [32]),
+        (["sparsity=srste", "sparsity.targets=all"], {"equal": "parameters"}, [32]),
+    ],
+)
+def test_a_matched_row_costs_as_much_as_the_other(words, match, expected):
+    found = equal(words, **match)
+    other, own = (run_cost(config.load([*MICRO, *w])) for w in (words, ["sparsity=dense", *found]))
+    if match["equal"] == "flops":
+        assert own.flops == pytest.approx(other.flops, rel=0.5 / 100)
+        # FFN: 8·32² of 12·32² per layer; attention scores 2·32 per token pair; head 256·32
+        ffn, rest = 2 * 8 * 32**2, 2 * 4 * 32**2 + 2 * 2 * 32 * 64 + 256 * 32
+        share = 3 * ffn / (3 * (ffn + rest))
+        assert found == [f"steps={round(100 * (1 - share / 3))}"]
+    elif match["equal"] == "parameters":
+        assert found == [f"model.n_inner={expected[0]}", "model.ffn_factor=1"]
+        assert own.parameters == other.nonzero_parameters
+    else:
+        assert found == expected
+
+
+def test_the_words_of_the_user_precede_the_computed_ones():
+    cell = "dense, FLOPs of S-STE"
+    table = load_table("match")
+    assert matched("match", table, "paper", ["steps=500"])[cell] == ["steps=433"]
+    found = cells(
+        "match", table, "paper", seeds=1, overrides=["steps=500"], matched={cell: ["steps=9"]}
+    )
+    assert {c.row: c.run.steps for c in found}[cell] == 9
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "llama_60m",
+        "llama_nano",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("gpt2_124m", "bert_base", "llama_130m", "llama_350m")
+        ),
+    ],
+)
+def test_every_language_model_recipe_has_rows_of_equal_cost(model):
+    overrides = [f"model={model}", "optim.lr=1e-3"]
+    found = matched("match", load_table("match"), "paper", overrides)
+    assert len(found) == 6 and all(found.values())
+
+
+@pytest.mark.parametrize(
+    ("words", "match", "message"),
+    [
+        # embeddings 10,240, norms 160, a quarter of 10,240 weights
+        (
+            ["sparsity=srste", "sparsity.targets=all", "sparsity.n=1", "model.n_inner=16"],
+            {"equal": "parameters"},
+            "equal: model.n_inner: expected 12,960 parameters, the nonzero ones of sparse; an "
+            "FFN of width 1 gives",
+        ),
+        (["sparsity=step"], {"equal": "flops"}, "equal: sparsity: the optimizer decides when step"),
+        (
+            ["sparsity=ste"],
+            {"equal": "tokens", "factor": 1e-6},
+            "equal: steps: expected at least one",
+        ),
+    ],
+)
+def test_a_cost_that_nothing_meets_is_refused(words, match, message):
+    with pytest.raises(ConfigError, match=message):
+        equal(words, **match)
+
+
+def test_a_model_without_an_ffn_width_is_refused():
+    overrides = ["experiment=smoke", "model=resnet18_cifar"]
+    with pytest.raises(ConfigError, match="equal: model: expected a model with n_inner"):
+        equal(["sparsity=ste"], overrides, equal="parameters")
