@@ -66,11 +66,13 @@ def test_two_processes_give_the_answer_of_one(tiny):
     chosen = {"fp64": "sste", "fp32": "srste", "tree": "tsrste"}
     short = {**KINDS, "fp32": ("steps=10",)}
     cases = [Case(kind, (*variant(name), *short[kind])) for kind, name in chosen.items()]
-    many = train_with(tiny, 2, cases)
+    muon = (*variant("srste"), "optim=muon", *KINDS["tree"])
+    many = train_with(tiny, 2, [*cases, Case("muon", muon)])
     for kind, name in chosen.items():
         one = alone(tiny, (*variant(name), *short[kind]))
         check(kind, one, many[kind])
         assert one.name == many[kind].name, "how many processes is no part of a run's identity"
+    check("tree", alone(tiny, muon), many["muon"])
     about = json.loads((many["fp64"] / "environment.json").read_text())
     assert about["processes"] == {"parallel": "ddp", "count": 2}
 
