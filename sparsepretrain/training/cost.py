@@ -67,7 +67,7 @@ def run_cost(run: Run, lines: Sequence[Mapping[str, Any]] | None = None) -> Cost
     for line, (begin, end) in zip(logged, pairwise(bounds), strict=True):
         enter(method, line["step"])
         # an optimizer may decide the phase: the record knows, a new method does not
-        row = method.phase.row if method.phase.row.sparse else method.sparse_row
+        row = method.sparse_row if method.scalars else method.phase.row
         halved = row.halved if line["sparse"] else []
         count += (end - begin) * len(halved)
         saved += (end - begin) * sum(layers[name] for name in halved) / 2
@@ -89,10 +89,13 @@ def _planned(run: Run, method: Method) -> list[dict[str, Any]]:
             "known after the run only"
         )
     lines: list[dict[str, Any]] = []
+    before = None
     for step in range(run.steps):
         enter(method, step)
-        if not lines or lines[-1]["sparse"] != method.phase.training:
-            lines.append({"step": step, "sparse": method.phase.training})
+        phase = method.phase
+        if (phase.training, phase.row) != before:
+            lines.append({"step": step, "sparse": phase.training})
+            before = phase.training, phase.row
     return lines
 
 

@@ -38,6 +38,8 @@ def equal(words, overrides=MICRO, **match):
         (["sparsity=ste", "sparsity.n=1"], range(100), 1.0, 0.25),
         (["sparsity=ste", "sparsity.window.stop=0.7"], range(70), 0.7, 1.0),
         (["sparsity=asp", "sparsity.at=0.5"], range(50, 100), 0.5, 0.5),
+        # trains through scaled weights first, which are not 2:4
+        (["sparsity=mdgf", "sparsity.until=0.5"], range(100), 0.5, 0.5),
         (["sparsity=tsrste", "sparsity.dense_tail=0.2"], range(80), 2.4, 1.0),
         # the second mask is on gradients alone: the weights stay dense
         (["sparsity=sdgp"], range(100), 1.0, 1.0),
