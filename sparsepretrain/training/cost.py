@@ -120,7 +120,11 @@ def matched(
     costs: dict[str, tuple[Run, Cost]] = {}
     found = {}
     for row, match in table.match.items():
+        if (row, "") not in words:
+            continue
         try:
+            if (match.to, "") not in words:
+                raise ConfigError(f"match.to: {match.to!r} does not run at scale {scale}")
             if match.to not in costs:
                 other = resolve_steps(load(words[match.to, ""], config_dirs))
                 costs[match.to] = other, run_cost(other)

@@ -133,6 +133,15 @@ def test_a_cost_that_nothing_meets_is_refused(words, match, message):
         equal(words, **match)
 
 
+def test_a_row_that_does_not_run_has_no_cost():
+    table = table_of(["sparsity=ste"], equal="tokens")
+    table.scales["nano"].without = {"sparse": "takes too long"}
+    with pytest.raises(ConfigError, match="equal: match.to: 'sparse' does not run at scale nano"):
+        matched("t", table, "nano", MICRO)
+    table.scales["nano"].without["equal"] = "as well"
+    assert matched("t", table, "nano", MICRO) == {}
+
+
 def test_a_model_without_an_ffn_width_is_refused():
     overrides = ["experiment=smoke", "model=resnet18_cifar"]
     with pytest.raises(ConfigError, match="equal: model: expected a model with n_inner"):
