@@ -153,7 +153,10 @@ class LayerState(nn.Module):
     def _group(self, *, updating: bool) -> int | None:
         """Rows of the stored weight that the method must see together; None: all of them."""
         outputs, inputs = self.method.multiples
-        whole = self.method.needs_whole(updating=updating)
+        whole = self.method.needs_whole
+        if whole == "start":  # no compiled forward may read the step
+            schedule = self.method.schedule
+            whole = updating and schedule.step == schedule.start
         return None if whole else (outputs if self.dim else inputs)
 
     def project(self, weight: Tensor, training: bool = False, *, graph: bool = False) -> Projection:

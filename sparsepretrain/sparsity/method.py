@@ -144,6 +144,10 @@ class Method:
     differentiable: ClassVar[bool] = False
     """True if :meth:`project` runs under autograd in each training forward, to train Parameters.
     A then receives dA without a straight-through estimator: use differentiable operations."""
+    needs_whole: bool | Literal["start"] = False
+    """True if ``project`` or ``update_`` depend on rows outside their group (sums over the weight,
+    draws by position); "start": only ``update_`` at the first sparse step does. FSDP then gathers
+    the weight first."""
     scalars: Mapping[str, int] = MappingProxyType({})
     """Integers per model that checkpoints store: initial values in the class, current values in the
     instance. :meth:`read_optimizer` may change them."""
@@ -182,14 +186,6 @@ class Method:
     def multiples(self) -> tuple[int, int]:
         """Required divisors of (out_features, in_features), or of the channels."""
         return 1, self.options.m
-
-    def needs_whole(self, *, updating: bool) -> bool:
-        """Return True if rows outside their group matter: sums over the weight, draws by position.
-
-        FSDP then gathers the weight first, for ``update_`` (``updating``) or ``project``. Compiled
-        forwards ask for the latter: it must not depend on the step.
-        """
-        return False
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the method for the record: name -> value."""

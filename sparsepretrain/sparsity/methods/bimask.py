@@ -37,9 +37,7 @@ class BiMask(MaskedDecay):
     summary = "forward and backward masks, rows permuted for the backward one"
     paper = "arXiv:2302.06058 (ICML 2023)"
     layer_kinds = ("linear", "convolution")  # the permutation mixes rows of all groups
-
-    def needs_whole(self, *, updating: bool) -> bool:
-        return True
+    needs_whole = True
 
     @property
     def sparse_row(self) -> Row:

@@ -52,6 +52,7 @@ class SLoPe(StoredMask, LowRank):
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
+        self.needs_whole = "start" if options.mask == "random" else False
         if options.adapters.rank:
             self.layer_kinds = ("linear",)
         start = options.adapters.start if options.adapters.rank else 0.0
@@ -64,12 +65,6 @@ class SLoPe(StoredMask, LowRank):
     @property
     def multiples(self) -> tuple[int, int]:
         return self.options.m, self.options.m
-
-    def needs_whole(self, *, updating: bool) -> bool:
-        """Return True at the step that draws a random mask."""
-        if not updating or self.options.mask != "random":
-            return False
-        return self.schedule.step == self.schedule.start
 
     def phase_of(self, step: int) -> Phase:
         """Return stage 1 where adapters take part."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
@@ -45,8 +45,9 @@ class SSTE(Method):
     finetuning = FineTuning(options={"mvue": "none"}, same=("gamma", "beta"))
     """S-STE, Table 6, and the authors' code fine-tune without MVUE."""
 
-    def needs_whole(self, *, updating: bool) -> bool:
-        return bool(self.options.mvue == "weight" or self.options.beta_update == "step")
+    def __init__(self, options: Any, total_steps: int | None = None) -> None:
+        super().__init__(options, total_steps)
+        self.needs_whole = options.mvue == "weight" or options.beta_update == "step"
 
     @property
     def sparse_row(self) -> Row:
