@@ -242,7 +242,12 @@ def test_signal_to_the_command(tiny, number):
     command = [sys.executable, "-m", "sparsepretrain", "train", *tiny.overrides("steps=100000")]
     for seconds in (1.5, 3.0, 8.0):
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # a shell lets its background jobs ignore SIGINT, and children inherit this
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(timeout=seconds)
