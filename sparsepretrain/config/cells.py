@@ -158,7 +158,10 @@ def cell_overrides(
     # with `seed=` in the overrides, all seeds of a cell would be one run
     if any(word.partition("=")[0].lstrip("+") in ("seed", "name") for word in overrides):
         raise ConfigError("seed and name belong to the table: use --seeds")
-    known = [(row, column) for row, column, why in table_cells(table, scale) if not why]
+    kinds = [word.partition("=")[2] for word in overrides if word.startswith("match=")]
+    rows = _compared(name, table, kinds[-1]) if kinds else [*table.rows]
+    overrides = [word for word in overrides if not word.startswith("match=")]
+    known = [(r, column) for r, column, why in table_cells(table, scale) if not why and r in rows]
     wanted = {
         (r, c): [
             *[f"experiment={table.experiment}"] * (table.experiment is not None),
@@ -172,6 +175,17 @@ def cell_overrides(
         near = suggestion(only, [cell_name(*at) for at in known])
         raise ConfigError(f"no cell of {name} is {only!r}{near}")
     return wanted
+
+
+def _compared(name: str, table: Table, kind: str) -> list[str]:
+    """Return the rows that ``match=KIND`` keeps: those of this kind, theirs, and the baseline."""
+    found = [row for row, match in table.match.items() if match.equal == kind]
+    if not found:
+        known = ", ".join(dict.fromkeys(match.equal for match in table.match.values()))
+        if not known:
+            raise ConfigError(f"match: table {name} has no matched rows; leave it out")
+        raise ConfigError(f"match: expected a kind of table {name} ({known}), got {kind!r}")
+    return [*found, *(table.match[row].to for row in found), *filter(None, [table.baseline])]
 
 
 def grid(

@@ -133,6 +133,37 @@ def test_a_cost_that_nothing_meets_is_refused(words, match, message):
         equal(words, **match)
 
 
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        ("flops", ["SR-STE", "S-STE", "dense, FLOPs of SR-STE", "dense, FLOPs of S-STE"]),
+        ("tokens", ["SR-STE", "dense, half the tokens", "SR-STE, half the tokens"]),
+        (
+            "parameters",
+            [
+                "SR-STE",
+                "SR-STE, 1:4",
+                "dense, parameters of SR-STE",
+                "dense, parameters of SR-STE, 1:4",
+            ],
+        ),
+    ],
+)
+def test_one_kind_of_match_keeps_the_rows_that_it_compares(kind, rows):
+    table, words = load_table("match"), [f"match={kind}", "steps=100"]
+    found = matched("match", table, "paper", words)
+    kept = cells("match", table, "paper", seeds=1, overrides=words, matched=found)
+    assert [cell.row for cell in kept] == ["dense", *rows]
+    assert not any(word.startswith("match=") for cell in kept for word in cell.words)
+
+
+def test_an_unknown_kind_of_match_is_refused():
+    with pytest.raises(ConfigError, match=r"match: .*\(parameters, flops, tokens\), got 'time'"):
+        matched("match", load_table("match"), "paper", ["match=time"])
+    with pytest.raises(ConfigError, match="match: table claims_lm has no matched rows"):
+        cells("claims_lm", load_table("claims_lm"), "nano", overrides=["match=flops"])
+
+
 def test_a_row_that_does_not_run_has_no_cost():
     table = table_of(["sparsity=ste"], equal="tokens")
     table.scales["nano"].without = {"sparse": "takes too long"}
