@@ -92,9 +92,10 @@ def run(argv: list[str], tiny) -> None:
         axes = sweep.read_axes(arguments.overrides, arguments.config_dir, search=search)
         assert sweep.part(arguments.name, axes, arguments.config_dir, search=search).cells
     elif hasattr(arguments, "overrides"):
+        overrides = [word for word in arguments.overrides if not word.startswith("match=")]
         if verb == "reproduce" and not arguments.list:
-            tables.load_table(arguments.table)
-        config.load(arguments.overrides, arguments.config_dir)
+            assert tables.load_table(arguments.table).match or overrides == arguments.overrides
+        config.load(overrides, arguments.config_dir)
     if verb not in RUN:
         return
     if verb == "report" and not any("/" in word for word in words):
