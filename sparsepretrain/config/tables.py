@@ -128,10 +128,10 @@ class Match:
     to: str
     """The other row."""
     equal: Literal["parameters", "flops", "tokens"]
-    """parameters: the FFN is so wide that the model has as many as the other nonzero ones; flops:
-    steps of equal FLOPs, if a 2:4 matmul costs half a dense one; tokens: steps of equal tokens."""
+    """parameters: FFN width with as many parameters as the other row has nonzero ones; flops: steps
+    with equal FLOPs, if a 2:4 matmul costs half a dense one; tokens: steps with equal tokens."""
     factor: Annotated[float, "> 0"] = 1.0
-    """Factor of the cost: 0.5 with ``tokens`` trains on half as many."""
+    """Multiplier of the cost: 0.5 with ``tokens`` trains on half as many."""
 
 
 @dataclass(slots=True, kw_only=True)

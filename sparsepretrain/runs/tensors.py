@@ -22,7 +22,7 @@ OFFSETS = "DCP_SHARDING_INFO"
 
 
 class RowSlice(NamedTuple):
-    """RowSlice of a tensor that this rank saves; other ranks save the remaining rows."""
+    """Rows of a tensor that this rank saves; other ranks save the remaining rows."""
 
     tensor: Tensor
     first: int

@@ -114,8 +114,6 @@ def matched(
     Raises:
         ConfigError: nothing gives the row this cost.
     """
-    if not table.match:
-        return {}
     words = cell_overrides(name, table, scale, "*", overrides)
     costs: dict[str, tuple[Run, Cost]] = {}
     found = {}
