@@ -6,6 +6,7 @@ Group choices are checked before Hydra sees them. All other overrides are set as
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import warnings
@@ -134,6 +135,8 @@ def build(parsed: Overrides) -> tuple[dict[str, Any], dict[str, str]]:
     if not isinstance(plain.get("experiment"), dict):
         plain["experiment"] = choices.get("experiment")
     parsed.notes = _pair_notes(parsed, f"_{choices['model']}_{choices['sparsity']}.yaml", plain)
+    if "batch.micro" not in typed:
+        parsed.notes += _share_batch(plain)
     chosen = {group: option for group, option in choices.items() if "hydra/" not in group}
     return dict.fromkeys(f.name for f in fields(Run) if f.name in plain) | plain, chosen
 
@@ -151,6 +154,20 @@ def _pair_notes(parsed: Overrides, name: str, plain: Any) -> list[str]:
         for key, value in published.items()
         if composed.get(key) == value
     ]
+
+
+def _share_batch(plain: Any) -> list[str]:
+    """Lower the recipe's batch.micro until the processes can share the batch; say so in a note."""
+    match plain:
+        case {
+            "batch": {"size": int(size), "micro": int(micro)},
+            "parallel": {"nproc": int(processes)},
+        } if micro > 0 and processes > 1 and size % processes == 0:
+            fitting = math.gcd(micro, size // processes)
+            plain["batch"]["micro"] = fitting
+            if fitting < micro:
+                return [f"batch.micro={fitting}: {processes} processes share batch.size={size}"]
+    return []
 
 
 def amend(plain: dict[str, Any], parsed: Overrides) -> dict[str, Any]:

@@ -55,6 +55,22 @@ def test_model_and_method_pairs_have_their_own_settings(words, decay, noted):
     assert all("sparsity.decay=" in note and "_tsrste.yaml" in note for note in request.notes)
 
 
+@pytest.mark.parametrize(
+    ("words", "micro", "noted"),
+    [
+        ("parallel=ddp parallel.nproc=2", 8, True),
+        ("parallel=fsdp parallel.nproc=2 batch.size=24", 4, True),
+        ("parallel=ddp parallel.nproc=2 batch.size=32", 16, False),
+        ("parallel=ddp parallel.nproc=2 batch.micro=4", 4, False),
+    ],
+)
+def test_processes_lower_the_micro_batch_of_a_recipe(words, micro, noted):
+    request = read(words.split())
+    plain, _ = build(request)
+    assert plain["batch"]["micro"] == micro
+    assert [note.partition(":")[0] for note in request.notes] == [f"batch.micro={micro}"] * noted
+
+
 def test_user_directory_may_add_settings_of_a_pair(tmp_path):
     (tmp_path / "model_method").mkdir()
     file = tmp_path / "model_method" / "_gpt2_nano_ste.yaml"

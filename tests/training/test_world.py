@@ -40,7 +40,7 @@ def test_batch_that_does_not_divide_is_refused(monkeypatch):
     told = refusal("parallel=ddp", started=3, monkeypatch=monkeypatch)
     assert told.startswith("batch.size must be a multiple of batch.micro·3")
     with pytest.raises(ConfigError, match=r"^batch\.size "):
-        config.load(["parallel=ddp", "parallel.nproc=8", *CPU])
+        config.load(["parallel=ddp", "parallel.nproc=8", "batch.micro=16", *CPU])
     with pytest.raises(ConfigError, match=r"^parallel\.reduction "):
         config.load(["parallel.reduction=tree", "batch.size=12", "batch.micro=4"])
 
