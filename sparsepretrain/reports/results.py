@@ -201,22 +201,20 @@ def collect(
         result.parts = [collect(part, scale=scale, **asked) for part in table.parts]
     elif table.scales:
         result.scale = scale or ("nano" if "nano" in table.scales else "paper")
-        settings, matched = None, None
+        settings, equal = None, None
         if table.match:
-            from sparsepretrain.training import cost
+            from sparsepretrain.reports.matching import matched
 
-            matched = cost.matched(name, table, result.scale, overrides, config_dirs)
+            equal = matched(name, table, result.scale, overrides, config_dirs)
         tune = table.scales[result.scale].tune if result.scale in table.scales else None
         if tune is not None:
             given: dict[str, Any] = {"overrides": overrides, "config_dirs": config_dirs}
-            tried = tuning_cells(name, table, result.scale, tune, matched=matched, **given)
+            tried = tuning_cells(name, table, result.scale, tune, matched=equal, **given)
             result.tuning = trials(tried, table, result.scale)
             settings = chosen(result.tuning, table)
         found = [
             _collect(cell, table, result.scale)
-            for cell in cells(
-                name, table, result.scale, matched=matched, settings=settings, **asked
-            )
+            for cell in cells(name, table, result.scale, matched=equal, settings=settings, **asked)
         ]
         begun = {cell.seed for cell, _ in found if cell.state != "missing"}
         result.cells = [cell for cell, _ in found if cell.seed in begun]

@@ -76,7 +76,7 @@ def parts(
 def _parts(name: str, table: Table, scale: Scale, seeds: Seeds, asked: Any) -> list[Part]:
     tune = table.scales[scale].tune if scale in table.scales else None
     if table.match:
-        from sparsepretrain.training.cost import matched
+        from sparsepretrain.reports.matching import matched
 
         equal = matched(name, table, scale, asked["overrides"], asked["config_dirs"])
         asked = {**asked, "matched": equal}

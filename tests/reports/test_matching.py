@@ -1,0 +1,154 @@
+"""Rows of a table with the cost of another row."""
+
+import pytest
+
+from sparsepretrain import config
+from sparsepretrain.config.cells import cells
+from sparsepretrain.config.strict import build
+from sparsepretrain.config.tables import Table, load_table
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.reports.matching import matched
+from sparsepretrain.training.cost import run_cost
+
+MICRO = ["experiment=claims_lm", "steps=100"]
+
+
+def table_of(words, **match):
+    rows = {"dense": ["sparsity=dense"], "sparse": words, "equal": ["sparsity=dense"]}
+    return build(
+        Table,
+        {
+            "title": "at equal cost",
+            "rows": rows,
+            "match": {"equal": {"to": "sparse", **match}},
+            "metrics": {"loss": {"label": "loss", "key": "loss", "better": "lower"}},
+            "scales": {"nano": {}},
+        },
+    )
+
+
+def equal(words, overrides=MICRO, **match):
+    return matched("t", table_of(words, **match), "nano", overrides)["equal"]
+
+
+@pytest.mark.parametrize(
+    ("words", "match", "expected"),
+    [
+        (["sparsity=sste"], {"equal": "flops"}, None),
+        (["sparsity=srste"], {"equal": "tokens"}, ["steps=100"]),
+        (["sparsity=srste"], {"equal": "tokens", "factor": 0.25}, ["steps=25"]),
+        (["sparsity=srste"], {"equal": "parameters"}, [64]),
+        (["sparsity=srste", "sparsity.n=1"], {"equal": "parameters"}, [32]),
+        (["sparsity=srste", "sparsity.targets=all"], {"equal": "parameters"}, [32]),
+    ],
+)
+def test_a_matched_row_costs_as_much_as_the_other(words, match, expected):
+    found = equal(words, **match)
+    other, own = (run_cost(config.load([*MICRO, *w])) for w in (words, ["sparsity=dense", *found]))
+    if match["equal"] == "flops":
+        assert own.flops == pytest.approx(other.flops, rel=0.5 / 100)
+        # FFN: 8·32² of 12·32² per layer; attention scores 2·32 per token pair; head 256·32
+        ffn, rest = 2 * 8 * 32**2, 2 * 4 * 32**2 + 2 * 2 * 32 * 64 + 256 * 32
+        share = 3 * ffn / (3 * (ffn + rest))
+        assert found == [f"steps={round(100 * (1 - share / 3))}"]
+    elif match["equal"] == "parameters":
+        assert found == [f"model.n_inner={expected[0]}", "model.ffn_factor=1"]
+        assert own.parameters == other.nonzero_parameters
+    else:
+        assert found == expected
+
+
+def test_the_words_of_the_user_precede_the_computed_ones():
+    cell = "dense, FLOPs of S-STE"
+    table = load_table("match")
+    assert matched("match", table, "paper", ["steps=500"])[cell] == ["steps=433"]
+    found = cells(
+        "match", table, "paper", seeds=1, overrides=["steps=500"], matched={cell: ["steps=9"]}
+    )
+    assert {c.row: c.run.steps for c in found}[cell] == 9
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "llama_60m",
+        "llama_nano",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("gpt2_124m", "bert_base", "llama_130m", "llama_350m")
+        ),
+    ],
+)
+def test_every_language_model_recipe_has_rows_of_equal_cost(model):
+    overrides = [f"model={model}", "optim.lr=1e-3"]
+    found = matched("match", load_table("match"), "paper", overrides)
+    assert len(found) == 6 and all(found.values())
+
+
+@pytest.mark.parametrize(
+    ("words", "match", "message"),
+    [
+        # embeddings 10,240, norms 160, a quarter of 10,240 weights
+        (
+            ["sparsity=srste", "sparsity.targets=all", "sparsity.n=1", "model.n_inner=16"],
+            {"equal": "parameters"},
+            "equal: model.n_inner: expected 12,960 parameters, the nonzero ones of sparse; an "
+            "FFN of width 1 gives",
+        ),
+        (["sparsity=step"], {"equal": "flops"}, "equal: sparsity: the optimizer decides when step"),
+        (
+            ["sparsity=ste"],
+            {"equal": "tokens", "factor": 1e-6},
+            "equal: steps: expected at least one",
+        ),
+    ],
+)
+def test_a_cost_that_nothing_meets_is_refused(words, match, message):
+    with pytest.raises(ConfigError, match=message):
+        equal(words, **match)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        ("flops", ["SR-STE", "S-STE", "dense, FLOPs of SR-STE", "dense, FLOPs of S-STE"]),
+        ("tokens", ["SR-STE", "dense, half the tokens", "SR-STE, half the tokens"]),
+        (
+            "parameters",
+            [
+                "SR-STE",
+                "SR-STE, 1:4",
+                "dense, parameters of SR-STE",
+                "dense, parameters of SR-STE, 1:4",
+            ],
+        ),
+    ],
+)
+def test_one_kind_of_match_keeps_the_rows_that_it_compares(kind, rows):
+    table, words = load_table("match"), [f"match={kind}", "steps=100"]
+    found = matched("match", table, "paper", words)
+    kept = cells("match", table, "paper", seeds=1, overrides=words, matched=found)
+    assert [cell.row for cell in kept] == ["dense", *rows]
+    assert not any(word.startswith("match=") for cell in kept for word in cell.words)
+
+
+def test_an_unknown_kind_of_match_is_refused():
+    with pytest.raises(ConfigError, match=r"match: .*\(parameters, flops, tokens\), got 'time'"):
+        matched("match", load_table("match"), "paper", ["match=time"])
+    with pytest.raises(ConfigError, match="match: table claims_lm has no matched rows"):
+        cells("claims_lm", load_table("claims_lm"), "nano", overrides=["match=flops"])
+
+
+def test_a_row_that_does_not_run_has_no_cost():
+    table = table_of(["sparsity=ste"], equal="tokens")
+    table.scales["nano"].without = {"sparse": "takes too long"}
+    with pytest.raises(ConfigError, match=r"equal: match\.to: 'sparse' does not run at scale"):
+        matched("t", table, "nano", MICRO)
+    table.scales["nano"].without["equal"] = "as well"
+    assert matched("t", table, "nano", MICRO) == {}
+
+
+def test_a_model_without_an_ffn_width_is_refused():
+    overrides = ["experiment=smoke", "model=resnet18_cifar"]
+    with pytest.raises(ConfigError, match="equal: model: expected a model with n_inner"):
+        equal(["sparsity=ste"], overrides, equal="parameters")
