@@ -120,7 +120,8 @@ def options(method: str, path: Path) -> str:
 def operands(method: str, path: Path) -> str:
     """Return the row of one method in the operand table."""
     row = typical_row(method, registry.get("method", method))
-    return table(list(COLUMNS.values()), [[prose(str(cell)) for cell in row]])
+    cells = table(list(COLUMNS.values()), [[prose(str(cell)) for cell in row]])
+    return f"[Operands of the matmuls](README.md), and the gradient for the optimizer:\n\n{cells}"
 
 
 def methods(_: str, path: Path) -> str:
@@ -230,12 +231,12 @@ def recipes(task: str, path: Path) -> str:
         if plain["task"]["name"] != task or name == "pretrained":
             continue
         batch, steps = plain["batch"]["size"], plain["steps"]
-        length = f"{steps:,} steps of {batch}" if steps else f"{plain['epochs']:g} epochs"
+        length = f"{steps:,} × {batch}" if steps else f"{plain['epochs']:g} epochs"
         optimizer = f"{plain['optim']['name']}, {plain['optim']['lr']:g}"
         link = os.path.relpath(ROOT / "configs" / "model" / f"{name}.yaml", path.parent)
         shown = f"[`{name}`]({link})"
         rows.append([shown, f"`{plain['data']['name']}`", optimizer, length])
-    return table(["`model=`", "`data=`", "optimizer, peak learning rate", "length"], rows)
+    return table(["`model=`", "`data=`", "optimizer, peak learning rate", "steps × samples"], rows)
 
 
 def reports(_: str, path: Path) -> str:
@@ -334,8 +335,9 @@ def figure(name: str, path: Path) -> str:
     title, unit = prose(about.title), (metric.variant or "").partition(";")[0]
     caption = (
         f"{title}: {metric.label} ({unit}) in percent above that of {about.baseline} with the same "
-        "seed; lower is better; bars are 95 % intervals. Right: 2:4 matmuls of a layer's three, "
-        "mean over the run, emulated. `half`: dense with half the FFN width. Runs: "
+        "seed; lower is better; bars are 95 % intervals. Right: how many of a layer's three "
+        "matmuls are 2:4, on average over the run, all emulated. `half`: dense with half the FFN "
+        "width. Runs: "
         f"{again(name, found).partition('; ')[2]}"
     )
     caption = textwrap.fill(caption, 120, break_long_words=False, break_on_hyphens=False)

@@ -36,7 +36,7 @@ from sparsepretrain.tracking.console import clock, count
 FEW_CLAIMS = 5
 """Most claims of a page without a correction for multiple tests."""
 HOLM = (
-    "Holm: p of the verdict after Holm's correction for all claims of this table; (not "
+    "Holm: p of the verdict after Holm's correction for all claims of this {scope}; (not "
     f"significant): the corrected p is not below {claims.ALPHA:g}."
 )
 COSTS = (
@@ -80,7 +80,7 @@ def render(results: TableResults, found: Mapping[str, Table]) -> Page:
     rulings = [pair for part in results.all() for pair in judged(part, found[part.name])]
     rows = [(claim.text, f"**{ruling.verdict}**") for claim, ruling in rulings]
     header, shown = _with_holm(("claim", "verdict"), rows, [ruling for _, ruling in rulings])
-    explained = ["", HOLM] if len(header) > 2 else []
+    explained = ["", HOLM.format(scope="page")] if len(header) > 2 else []
     page.lines[summary:summary] = [*markdown_table(header, shown), *explained]
     return page
 
@@ -198,12 +198,12 @@ def _verdicts(rulings: Sequence[tuple[tables.Claim, Ruling]], table: Table) -> l
         f"A verdict needs p < {claims.ALPHA:g} and {claims.SEEDS} seeds, by the test of its kind "
         "(docs/claims.md); in brackets 95 % intervals."
     )
-    bar += f" {HOLM}" if len(header) > 3 else ""
+    bar += f" {HOLM.format(scope='table')}" if len(header) > 3 else ""
     for metric in table.metrics.values():
         if metric.percent_of:
             bar += (
                 f" Differences of the {metric.label} are in percent of {metric.percent_of} with "
-                "the same seed. Of an order, the weakest pair is shown."
+                "the same seed. For an order, only the weakest pair is shown."
             )
     return [*markdown_table(header, rows), "", bar]
 
@@ -311,9 +311,8 @@ def _tuned(results: TableResults, table: Table) -> list[str]:
     number = len(size.tune.settings(next(iter(table.rows))))
     text = (
         f"{number} settings per row, each run with {seeds}; the best {'mean of the ' * several}"
-        f"{metric.label} chose. {'These seeds judge' if several else 'This seed judges'} nothing "
-        "below. At an end: numbers that are the first or the last of those tried; a wider grid may "
-        "be better."
+        f"{metric.label} chose. The verdicts below use other seeds. At an end: chosen values that "
+        "are the smallest or largest tried; a wider grid may be better."
     )
     header = (
         "row",

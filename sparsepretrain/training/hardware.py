@@ -158,11 +158,15 @@ def _is(key: str, name: str) -> bool:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
+    # Losses depend on the instructions that matmuls use, and virtual machines hide the full name.
+    instructions = torch.backends.cpu.get_cpu_capability()
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if "model name" in line)
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+        first, _, _ = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")
+        cpu = {k.strip(): v.strip() for k, _, v in (x.partition(":") for x in first.split("\n"))}
+        name = f"{cpu['model name']} (family {cpu['cpu family']}, model {cpu['model']})"
+    except (OSError, KeyError):
+        name = platform.processor() or platform.machine()
+    return f"{name} {instructions}"
 
 
 def _version(package: str) -> str | None:
