@@ -27,7 +27,7 @@ class Doctor(ConfiguredVerb):
             load(args.overrides, args.config_dir)  # registers the methods of the plug-ins
         console = Console()
         console.loading("doctor")
-        from sparsepretrain.training.capabilities import examine
+        from sparsepretrain.cli._machine import examine
 
         examine(console)
         return 0

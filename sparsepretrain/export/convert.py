@@ -18,7 +18,6 @@ from sparsepretrain.models.pretrained import quiet
 from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.sparsity import Method, densify
 from sparsepretrain.sparsity.coverage import Proof, nm_holds
-from sparsepretrain.sparsity.method import LowRank
 from sparsepretrain.sparsity.sparsifier import prove
 from sparsepretrain.sparsity.surgery import residual_weight
 from sparsepretrain.tasks import Task
@@ -76,7 +75,7 @@ def convert(source: WeightSource, *, merge: bool = False) -> Converted:
     if proof.violations:
         raise CheckpointError(f"{source.path}: the weights are {proof}; nothing was exported")
     states = {name: layer.sparsity for name, layer in sparsifier.layers.items()}
-    pairs = method.low_rank if isinstance(method, LowRank) else lambda layer: None
+    pairs = getattr(method, "low_rank", lambda layer: None)
     factors = {name: pairs(state) for name, state in states.items()}
     adapters = {k: (f[0].detach(), f[1].detach()) for k, f in factors.items() if f is not None}
     added = {k for k, layer in sparsifier.layers.items() if residual_weight(layer) is not None}

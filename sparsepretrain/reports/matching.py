@@ -84,7 +84,7 @@ def _width(
         model = build_model(build_task(load([*words, *changed(width)], config_dirs)), META)
         return sum(p.numel() for p in model.parameters())
 
-    wanted = match.factor * cost.nonzero_parameters
+    wanted = match.factor * (cost.parameters - cost.entries + cost.nonzero)
     narrowest, per_neuron = parameters(1), parameters(2) - parameters(1)
     width = 1 + round((wanted - narrowest) / per_neuron)
     if width < 1 or abs(parameters(width) - wanted) > TOLERANCE * wanted:

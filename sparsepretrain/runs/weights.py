@@ -72,7 +72,7 @@ def find(path: str | Path, warn: Callable[[str], None] = lambda line: None) -> W
         local = name.startswith((".", "/", "~")) or name.count("/") > 1 or name[:5] == "runs/"
         if local or ("/" in name and directory.parent.is_dir()):
             raise CheckpointError(f"{name}: no such checkpoint, there is no directory{_near(name)}")
-        _fetch(name, HF_CONFIG)
+        _require_on_hub(name)
         return WeightSource(name)
     return WeightSource(found.path, found, found.config())
 
@@ -94,28 +94,17 @@ def latest(source: WeightSource, count: int) -> list[Checkpoint]:
     return found[::-1]
 
 
-def locate(source: WeightSource, name: str) -> Path | None:
-    """Return the path of a Hugging Face checkpoint's file, fetched if remote; None: missing."""
-    if isinstance(source.path, Path):
-        file = source.path / name
-        return file if file.is_file() else None
-    try:
-        return _fetch(source.path, name)
-    except CheckpointError:
-        return None
-
-
-def _fetch(repository: str, name: str) -> Path:
+def _require_on_hub(repository: str) -> None:
     from huggingface_hub import hf_hub_download
 
     from sparsepretrain.data.hub import hub_access
 
     try:
         with hub_access():
-            return Path(hf_hub_download(repository, name))
+            hf_hub_download(repository, HF_CONFIG)
     except (OSError, ValueError) as error:  # not there, no network, no legal name
         raise CheckpointError(
-            f"{repository}: no such directory{_near(repository)}, and the hub gives no {name}: "
+            f"{repository}: no such directory{_near(repository)}, and no {HF_CONFIG} on the hub: "
             f"{reason(error)}"
         ) from error
 

@@ -39,7 +39,7 @@ _checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 _suspects: WeakKeyDictionary[Optimizer, _Suspects] = WeakKeyDictionary()
 _released: WeakSet[Optimizer] = WeakSet()  # carried the hooks of a model that was densified
 # sparse layer with a frozen weight -> a few values of the weight at its last evaluation
-_frozen_values: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
+frozen_values: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
 _global_hooks: list[Any] = []
 
 
@@ -68,8 +68,8 @@ def warn_if_frozen_changed(layer: Any) -> None:
         return
     values = weight.detach().flatten()
     values = values[:: max(1, len(values) // 16)].clone()
-    before = _frozen_values.get(layer)
-    _frozen_values[layer] = values
+    before = frozen_values.get(layer)
+    frozen_values[layer] = values
     if before is not None and before.device == values.device and not torch.equal(before, values):
         warnings.warn(
             f"the frozen weight of the sparse layer {layer.sparsity.layer_name!r} changed outside "
@@ -78,11 +78,6 @@ def warn_if_frozen_changed(layer: Any) -> None:
             SparsePretrainWarning,
             stacklevel=4,
         )
-
-
-def forget_frozen(layer: Any) -> None:
-    """Accept the present frozen weight: a state dict was loaded."""
-    _frozen_values.pop(layer, None)
 
 
 def unwrapped(optimizer: Any) -> Optimizer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -106,15 +105,10 @@ class Coverage:
             found = Counter(layer.simulated for layer in self.layers if layer.simulated)
             lines += [f"  simulated: {_layers(n)}: {why}" for why, n in found.items()]
         if self.backend != "emulate":
-            lines += [self.chosen, *self._reasons()]
+            lines.append(self.chosen)
+            dense = Counter(p for layer in self.layers for p in layer.emulated.items() if p[1])
+            lines += [f"  emulated: {k} of {_layers(n)}: {why}" for (k, why), n in dense.items()]
         return "\n".join(lines)
-
-    def _reasons(self) -> Iterator[str]:
-        """Yield a line for each reason of each dense matmul."""
-        found = Counter(item for layer in self.layers for item in layer.emulated.items())
-        for (product, why), count in found.items():
-            if why:
-                yield f"  emulated: {product} of {_layers(count)}: {why}"
 
 
 def _layers(count: int) -> str:

@@ -203,24 +203,16 @@ class LayerState(nn.Module):
         if self.products.try_inputs(weight, inputs, dtype, bias=bias):
             self.cache.refresh(weight)
 
-    @torch.no_grad()
     def mask_in_use(self, weight: Tensor) -> Tensor:
-        """Return the current mask, bool: of the projection, or what the method would choose."""
-        mask = self.projected_mask(weight)
-        mask = self.chosen_mask(weight) if mask is None else mask
-        return unpacked(mask, self.rows.local(weight).shape)
-
-    def kept_mask(self, weight: Tensor) -> Tensor:
-        """Return :meth:`mask_in_use`, in packed form if the cache has it."""
-        return self.mask_in_use(weight) if self.cache.mask is None else self.cache.mask
-
-    def projected_mask(self, weight: Tensor) -> Tensor | None:
-        """Return the mask of the projection, bool or packed; None in dense phases and methods."""
-        return self.project(weight).mask if self.cache.mask is None else self.cache.mask
+        """Return :meth:`present_mask` as bool."""
+        return unpacked(self.present_mask(weight), self.rows.local(weight).shape)
 
     @torch.no_grad()
-    def chosen_mask(self, weight: Tensor) -> Tensor:
-        """Return the mask that the method would choose for the current weight, bool."""
+    def present_mask(self, weight: Tensor) -> Tensor:
+        """Return the mask of the projection, or what the method would choose; bool or packed."""
+        mask = self.project(weight).mask if self.cache.mask is None else self.cache.mask
+        if mask is not None:
+            return mask
 
         def choose(master: Tensor, layer: Layer) -> Tensor:
             return self.method.mask(master, self.dim).bool()

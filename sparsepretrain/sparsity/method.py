@@ -271,22 +271,6 @@ class Method:
         """
 
 
-class LowRank(Method):
-    """Method with low-rank adapters: their product X·(L·R)ᵀ is added to X·A(W)ᵀ."""
-
-    def low_rank(self, layer: Layer) -> tuple[Tensor, Tensor] | None:
-        """Return L (out_features, rank) and R (rank, in_features); None: no adapters yet."""
-        return None
-
-    def residual(self, x: Tensor, layer: Layer) -> Tensor | None:
-        """Return X·(L·R)ᵀ."""
-        if (factors := self.low_rank(layer)) is None:
-            return None
-        from torch.nn.functional import linear
-
-        return linear(linear(x, factors[1]), factors[0])
-
-
 def enter(method: Method, step: int) -> None:
     """Enter the phase after ``step`` completed steps, or after the method's scalars changed."""
     method.schedule.step = step

@@ -61,8 +61,8 @@ def measure(
     }
     if flipped:
         result["flip_rate"] = flipped[0] / entries
-        if state.flips is not None and state.flips.interval > 1:
-            result["flip_interval"] = float(state.flips.interval)
+        if state.flip_interval > 1:
+            result["flip_interval"] = float(state.flip_interval)
     if per_layer:
         for name, row in zip(layers, table, strict=True):
             result[f"l1_gap/{name}"] = row[3] / row[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +12,6 @@ from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity.backend import Backend, FP8Precision
 from sparsepretrain.sparsity.clock import Clock, MicroBatches, fill
 from sparsepretrain.sparsity.method import Method, enter
-
-
-class Flips(NamedTuple):
-    """Result of a comparison of masks."""
-
-    counts: Tensor  # positions that differ, (layers,) int64
-    interval: int  # steps between the two masks
 
 
 class ModelState:
@@ -46,7 +39,8 @@ class ModelState:
         self.clock = Clock(device)
         self.micro_batches = MicroBatches(self.clock, self._has_gradient, self.sync)
         self.compared_at = 0  # completed steps at the last comparison of masks
-        self.flips: Flips | None = None  # of the last comparison; None: none since the last load
+        self.flips: Tensor | None = None  # of the last comparison, (layers,); None: none yet
+        self.flip_interval = 1  # steps between the two masks of the last comparison
         self.left_meta = False  # the buffer left the meta device and has no values yet
         self.baseline_due = False  # weights were replaced: compare masks before the next step
         size = 2 + len(method.scalars) + 1  # step, compared_at, scalars, checksum

@@ -184,7 +184,7 @@ class OperandCache:
     def to_gather(self, weight: Tensor, dtype: torch.dtype, training: bool) -> tuple[Tensor, ...]:
         """Return the own rows of (A,), or (A, B) if the method has two weights, for FSDP.
 
-        They are in ``dtype``, laid out as the stored weight, with equally many rows on all ranks.
+        They are in ``dtype``, laid out as the stored weight.
         """
         layer = self.layer
         self._dtype, training = dtype, self.key(training)
@@ -194,7 +194,7 @@ class OperandCache:
         parts, _ = self._rows[training]
         if parts is not None:
             return parts
-        rows = layer.rows.padded(layer.rows.local(weight).detach().to(dtype))
+        rows = layer.rows.local(weight).detach().to(dtype)
         return (rows, rows) if layer.method.sparse_row.has_two_weights else (rows,)
 
     @torch.no_grad()
@@ -212,11 +212,9 @@ class OperandCache:
                     f"method {layer.method.options.name} returns a backward weight: under FSDP "
                     "its sparse_row must have a B of its own"
                 )
-            parts = [layer.rows.padded(forward.to(dtype))]
+            parts = [forward.to(dtype)]
             if two:
-                parts.append(
-                    parts[0] if backward is None else layer.rows.padded(backward.to(dtype))
-                )
+                parts.append(parts[0] if backward is None else backward.to(dtype))
             self._rows[training] = tuple(parts), scale
 
     def take(self, gathered: tuple[Tensor, ...]) -> Tensor:

@@ -393,11 +393,6 @@ class Products(NamedTuple):
         """True if operands are rounded to fp8."""
         return self.fprop.rounds
 
-    @property
-    def packs(self) -> str:
-        """Operands that are packed, such as ``AU``."""
-        return "".join(sorted(product.packs for product in self))
-
     def prepare(
         self,
         forward: Tensor,

@@ -39,10 +39,6 @@ class Rows:
         """All-gather the rows of a tensor."""
         return rows
 
-    def padded(self, rows: Tensor) -> Tensor:
-        """Pad this rank's rows with zeros to the number of rows of the largest shard."""
-        return rows
-
     def total(self, counts: Tensor) -> Tensor:
         """All-reduce (sum) counts of this rank's rows in place."""
         return counts

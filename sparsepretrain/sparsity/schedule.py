@@ -82,10 +82,6 @@ class Schedule:
             span = f"from {self.start} to {self.stop} of {self.total_steps}"
             raise ConfigError([("window", f": no step is sparse ({span})")])
 
-    def contains(self, step: int) -> bool:
-        """Return True if the step after ``step`` completed ones is inside the window."""
-        return self.start <= step < self.stop
-
     def dense_reason(self, step: int) -> str:
         """Return the reason for which the next step is outside the window; "": it is inside."""
         if step < self.start:

@@ -32,9 +32,6 @@ _KEPT = {
 }
 """Operations of ``fully_shard`` and of copies whose results are master shards again."""
 
-all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""The collective, whose first name warns since torch 2.14."""
-
 ORDER = "sparsify, prepare_sharding, fully_shard, the optimizer, attach"
 
 
@@ -90,9 +87,10 @@ class MasterShard(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """Return the own rows of (A,) or (A, B) in the dtype of the matmuls."""
+        """Return the own rows of (A,) or (A, B) in the dtype of the matmuls, as many as others."""
         own: Any = module.sparsity
         parts = own.cache.to_gather(self, mp_policy.param_dtype or self.dtype, module.training)
+        parts = tuple(map(own.rows.padded, parts))
         # FSDP drops all tensors but the first if there is one shard
         return parts, (own.cache, parts[1:] if own.rows.world == 1 else ())
 
@@ -155,25 +153,21 @@ class ShardedRows(Rows):
 
     def has_whole_groups(self, group: int) -> bool:
         """Return True if each rank has whole groups of ``group`` rows, and at least one."""
-        if self.world == 1:
-            return True
         return self.chunk % group == 0 and self.chunk * (self.world - 1) < self.rows
 
     def gather(self, rows: Tensor) -> Tensor:
         if self.world == 1:
             return rows
         bits = rows.view(torch.uint8) if rows.dtype == torch.bool else rows
-        padded = bits.new_zeros(self.chunk, *bits.shape[1:])
-        padded[: len(bits)] = bits
-        whole = bits.new_empty(self.chunk * self.world, *bits.shape[1:])
-        all_gather(whole, padded, group=self.group)
-        return whole[: self.rows].view(rows.dtype)
+        whole: Tensor = self.wrap(bits).full_tensor()
+        return whole.view(rows.dtype)
 
     def mine(self, whole: Tensor) -> Tensor:
         """Copy the own rows of a whole tensor."""
         return whole[self.first : self.last].clone()
 
     def padded(self, rows: Tensor) -> Tensor:
+        """Pad this rank's rows with zeros to the number of rows of the largest shard."""
         missing = self.chunk - len(rows)
         if not missing:
             return rows.contiguous()

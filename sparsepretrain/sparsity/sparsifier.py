@@ -60,7 +60,7 @@ class Sparsifier:
         """
         compared = self._state.compared_at == self.completed_steps
         flips = self._state.flips if compared else None
-        return None if flips is None else self._rows.total(flips.counts.clone())
+        return None if flips is None else self._rows.total(flips.clone())
 
     @property
     def completed_steps(self) -> int:

@@ -21,7 +21,7 @@ from sparsepretrain.optim._initialization import creates_state, forget_step
 from sparsepretrain.sparsity import attachments
 from sparsepretrain.sparsity.layers import SparseLayer
 from sparsepretrain.sparsity.method import Method
-from sparsepretrain.sparsity.model_state import Flips, ModelState
+from sparsepretrain.sparsity.model_state import ModelState
 from sparsepretrain.sparsity.operand_table import Row
 
 J = Row().J
@@ -94,7 +94,7 @@ class Steps:
             if grad is None:
                 continue
             if not on_gradient:  # weights change after the update, under the mask from before it
-                self._held[name] = own.kept_mask(weight)
+                self._held[name] = own.present_mask(weight)
                 continue
             mask = own.mask_in_use(weight)
             rounds = self.decay > 0 and weight.dtype.itemsize < 4 and not self._checked_rounding
@@ -139,15 +139,15 @@ class Steps:
         schedule = method.schedule
         compares = schedule.compares_after(state.step)
         if compares:
-            interval, state.compared_at = state.step - state.compared_at, state.step
+            state.flip_interval, state.compared_at = state.step - state.compared_at, state.step
         state.write()
         state.reshard()
-        if schedule.contains(state.step) and type(method).update_ is not Method.update_:
+        if not schedule.dense_reason(state.step) and type(method).update_ is not Method.update_:
             for layer in self.layers.values():
                 layer.sparsity.update(layer.weight)
         self.project()
         if compares:
-            state.flips = Flips(self.compare(), interval)
+            state.flips = self.compare()
         if not _adjusts(method):  # Free the mask: nothing reads it before the next projection.
             for layer in self.layers.values():
                 layer.sparsity.cache.mask = None
@@ -178,8 +178,7 @@ class Steps:
         counts = []
         for layer in self.layers.values():
             own = layer.sparsity
-            mask = own.projected_mask(layer.weight)
-            mask = own.chosen_mask(layer.weight) if mask is None else mask
+            mask = own.present_mask(layer.weight)
             packed = mask if mask.dtype == torch.uint8 else pack_rows(mask)
             counts.append(packed_flip_count(own.previous_mask, packed, replace=True))
         return torch.stack([count.to(counts[-1].device) for count in counts])

@@ -12,7 +12,7 @@ from sparsepretrain import registry
 from sparsepretrain.config import validate
 from sparsepretrain.config.groups import LossScaling
 from sparsepretrain.config.schema import Run
-from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain.errors import CheckpointError, ConfigError, reason
 from sparsepretrain.optim import build_optimizer
 from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.sparsity import Method, MethodOptions, Sparsifier, densify, sparsify_with
@@ -296,15 +296,9 @@ def evaluated_model(source: WeightSource) -> tuple[Task, nn.Module, Sparsifier]:
         sparsifier = sparsify_model(run, task, model)
         model.load_state_dict(source.checkpoint.part("model"))
     except (ConfigError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{source.path} cannot be rebuilt: {reason}") from error
+        raise CheckpointError(f"{source.path} cannot be rebuilt: {reason(error)}") from error
     sparsifier.load_state_dict(source.checkpoint.part("sparsifier"))
     return task, model.eval(), sparsifier
-
-
-def evaluated_state(source: WeightSource) -> State:
-    """Return the state dict that a run evaluates with: pruned, scaled, with dense layers' names."""
-    return densify(evaluated_model(source)[1]).state_dict()
 
 
 def _copy(model: nn.Module, state: State, path: str, console: Console) -> None:

@@ -62,15 +62,13 @@ def stream(
         del batches  # stop the workers now; a traceback would keep this frame until exit
 
 
-def training_requests(
-    first: int, size: int, micro: int, share: range | None = None
-) -> Iterator[Request]:
+def training_requests(first: int, size: int, micro: int, share: range) -> Iterator[Request]:
     """Yield the micro-batches of a run from step ``first`` on, without end.
 
-    ``share``: indices of the micro-batches within the global batch; None: all.
+    ``share``: indices of the micro-batches within the global batch.
     """
     for step in itertools.count(first):
-        for number in range(size // micro) if share is None else share:
+        for number in share:
             begin = number * micro
             yield Request("train", step, range(begin, begin + micro), size)
 
@@ -95,11 +93,11 @@ class TrainingBatches:
         micro: int,
         device: torch.device,
         workers: int,
-        share: range | None = None,
+        share: range,
     ) -> None:
         self._task, self._size, self._micro = task, size, micro
         self._device, self._workers = device, workers
-        self.share = range(size // micro) if share is None else share
+        self.share = share
         """Indices of the micro-batches within the global batch."""
         self._next = -1
         self._stream: Iterator[Batch] = iter(())

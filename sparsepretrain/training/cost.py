@@ -26,11 +26,6 @@ class Cost(NamedTuple):
     entries: int  # parameters without embeddings
     nonzero: int  # of the entries, at the end
 
-    @property
-    def nonzero_parameters(self) -> int:
-        """Nonzero parameters at the end, with embeddings."""
-        return self.parameters - self.entries + self.nonzero
-
 
 def run_cost(run: Run, lines: Sequence[Mapping[str, Any]] | None = None) -> Cost:
     """Return the cost of a run.

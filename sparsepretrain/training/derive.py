@@ -218,8 +218,8 @@ def tokenizer_file(source: WeightSource) -> Path | None:
     if source.config is None:
         if isinstance(source.path, str):
             return tokenizer(source.path).file()
-        file = weights.locate(source, "tokenizer.json")
-        return None if file is None else file.resolve()
+        own = source.path / "tokenizer.json"
+        return own.resolve() if own.is_file() else None
     if source.run is not None and source.run.tokenizer_file.is_file():
         return source.run.tokenizer_file.resolve()
     assert source.checkpoint is not None

@@ -18,6 +18,7 @@ from sparsepretrain.errors import (
     DataError,
     DivergedError,
     cannot_write,
+    reason,
 )
 from sparsepretrain.runs import weights
 from sparsepretrain.runs.checkpoint import Checkpoint
@@ -143,8 +144,7 @@ def _load_weights(
     try:
         t.model.load_state_dict(newest.part("model"))
     except RuntimeError as error:
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{newest} does not fit this model: {reason}") from error
+        raise CheckpointError(f"{newest} does not fit this model: {reason(error)}") from error
     t.sparsifier.load_state_dict(newest.part("sparsifier"))
     if averaged:
         parameters = dict(t.model.named_parameters())

@@ -23,14 +23,9 @@ class GPU(NamedTuple):
     """Peak rates of a data sheet."""
 
     name: str  # words of the name that torch reports
-    tflops: float  # dense fp16 and bf16 tensor TFLOP/s with fp32 accumulation
+    tflops: float  # dense fp16 and bf16 with fp32 accumulation; 2:4 matmuls: twice as many
     bandwidth: float  # of its memory, GB/s
     source: str
-
-    @property
-    def flops(self) -> float:
-        """Dense FLOP/s in fp16 and bf16; 2:4 products have twice as many on all of these."""
-        return self.tflops * 1e12
 
     def __str__(self) -> str:
         speed = f"{self.tflops:g} TFLOP/s dense in fp16 and bf16, {self.bandwidth / 1e3:g} TB/s"
@@ -70,7 +65,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     if device.type != "cuda" or precision not in ("fp16", "bf16"):
         return None
     gpu = known_gpu(torch.cuda.get_device_name(device))
-    return None if gpu is None else gpu.flops
+    return None if gpu is None else gpu.tflops * 1e12
 
 
 def known_gpu(name: str) -> GPU | None:
@@ -159,14 +154,13 @@ def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     # Losses depend on the instructions that matmuls use, and virtual machines hide the full name.
-    instructions = torch.backends.cpu.get_cpu_capability()
     try:
         first, _, _ = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")
         cpu = {k.strip(): v.strip() for k, _, v in (x.partition(":") for x in first.split("\n"))}
         name = f"{cpu['model name']} (family {cpu['cpu family']}, model {cpu['model']})"
     except (OSError, KeyError):
         name = platform.processor() or platform.machine()
-    return f"{name} {instructions}"
+    return f"{name} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _version(package: str) -> str | None:

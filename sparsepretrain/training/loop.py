@@ -99,7 +99,7 @@ def train_step(t: Session) -> Step:
     for observer in t.observers:
         observer.after_backward(t)
     parameters = [p for p in t.parameters if p.grad is not None]
-    norms = _norms([p.grad for p in parameters if p.grad is not None])
+    norms = torch.stack(torch._foreach_norm([p.grad for p in parameters if p.grad is not None]))
     # before clipping, which spreads a NaN to every gradient
     norm = t.world.whole(torch.linalg.vector_norm(norms))
     step = Step(
@@ -190,14 +190,6 @@ def require_finite_weights(t: Session) -> None:
             "from the loss); they are not saved. Continue from the checkpoint before, with a "
             "lower optim.lr or clip"
         )
-
-
-def _norms(gradients: list[Tensor]) -> Tensor:
-    """Return the norm of each gradient, as torch.nn.utils.get_total_norm has them."""
-    if gradients and gradients[0].is_cuda:
-        return torch.stack(torch._foreach_norm(gradients))
-    norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
-    return torch.stack(norms) if norms else torch.zeros(1)
 
 
 def _step_if_finite(optimizer: Any, step: Step, before: Step | None) -> None:

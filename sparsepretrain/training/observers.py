@@ -156,10 +156,6 @@ class EMA(Observer):
     @torch.no_grad()
     def load(self, averages: dict[str, Tensor], updates: int) -> None:
         """Restore averages after ``updates`` updates."""
-        if set(averages) != set(self.averages):
-            raise ValueError(
-                "averaged weights: expected the parameters of this model, got other names"
-            )
         for name, average in self.averages.items():
             average.copy_(averages[name])
         self.updates = updates

@@ -18,7 +18,7 @@ from sparsepretrain.tasks import Task
 from sparsepretrain.training.batches import TrainingBatches
 from sparsepretrain.training.gradients import Gradients
 from sparsepretrain.training.guard import Guard
-from sparsepretrain.training.observer import Observer, Probe
+from sparsepretrain.training.observer import Observer
 from sparsepretrain.training.observers import EMA
 from sparsepretrain.training.signals import StopSignals
 from sparsepretrain.training.step import Step
@@ -77,11 +77,6 @@ class Session:
 
     def __post_init__(self) -> None:
         self.parameters = list(self.model.parameters())
-
-    @property
-    def probes(self) -> dict[str, Probe]:
-        """Observers that the configuration turned on."""
-        return {o.name: o for o in self.observers if isinstance(o, Probe)}
 
     @property
     def device(self) -> torch.device:

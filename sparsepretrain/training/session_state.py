@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsepretrain.errors import CheckpointError
+from sparsepretrain.errors import CheckpointError, reason
 from sparsepretrain.runs.tensors import Stored
 from sparsepretrain.training.session import Session
 from sparsepretrain.training.world import World
@@ -66,8 +66,7 @@ def load_state_dict(t: Session, state: dict[str, Any], source: object = "the che
             kept, updates = averages(state, t.model)
             t.ema.load(_parts(t, kept, t.ema.averages), updates)
     except (RuntimeError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:200]
-        text = f"{source} does not fit this model or optimizer: {reason}"
+        text = f"{source} does not fit this model or optimizer: {reason(error)}"
         raise CheckpointError(text) from error
     t.sparsifier.load_state_dict(state["sparsifier"])
     t.scaler.load_state_dict(state["scaler"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ def shard(run: Run, model: nn.Module, sparsifier: Sparsifier, world: World) -> N
     options, dtype = run.parallel, compute_dtype(run.precision)
     shape = (options.replicas, world.size // options.replicas)
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("replicas", "shards"))
-    given = dict(_tensors(model))
+    given = dict(chain(model.named_parameters(), model.named_buffers()))
     if not world.is_main:
         _materialize(model)
     sparsifier.prepare_sharding()
@@ -56,18 +57,12 @@ def shard(run: Run, model: nn.Module, sparsifier: Sparsifier, world: World) -> N
 @torch.no_grad()
 def _broadcast(model: nn.Module, given: dict[str, Tensor], world: World) -> None:
     """Broadcast each tensor from rank 0; every rank keeps its rows."""
-    for name, own in _tensors(model):
+    for name, own in chain(model.named_parameters(), model.named_buffers()):
         source = given[name].detach()
         whole = source if world.is_main else torch.empty_like(source, device="cpu")
         whole = whole.to(world.device).contiguous()
         dist.broadcast(whole, src=0)
         own.copy_(world.part(whole, own))
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and buffers by name, persistent or not."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def _materialize(model: nn.Module) -> None:

@@ -146,7 +146,7 @@ def _run(t: Session, directory: RunDirectory, console: Console, *, resumed: bool
             console=console,
             total=t.end,
         )
-        if t.probes:
+        if run.probe:
             probed = Record(directory.probes_file, resume_step=resume_step)
             t.log_probe = probed.write
         if stream.lines < t.lines:

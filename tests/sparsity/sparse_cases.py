@@ -52,6 +52,11 @@ PACKED = {
 """Operands of the table that are packed, by method; the others have none that is 2:4."""
 
 
+def packed(products):
+    """Operands that are packed, such as ``AU``."""
+    return "".join(sorted(product.packs for product in products))
+
+
 def ids(cases):
     return ["-".join([name, *(f"{k}={v}" for k, v in options.items())]) for name, options in cases]
 

@@ -5,7 +5,18 @@ import copy
 import pytest
 import torch
 from product_cases import assert_close, magnitudes, outputs
-from sparse_cases import CASES, IDS, PACKED, SETTLED, STEPS, Layer, Mixed, draw, into_sparse_phase
+from sparse_cases import (
+    CASES,
+    IDS,
+    PACKED,
+    SETTLED,
+    STEPS,
+    Layer,
+    Mixed,
+    draw,
+    into_sparse_phase,
+    packed,
+)
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -46,7 +57,7 @@ def same_products(method, options, dtype, monkeypatch, shape=(2, 32), **kind):
 def test_sparse_matmuls_equal_emulated_ones(method, kind, bias, dtype, monkeypatch):
     handle = same_products(method, {}, dtype, monkeypatch, kind=kind, bias=bias)
     own = handle.layers["fc"].sparsity
-    assert own.products.now(dtype, True).packs == PACKED[method]
+    assert packed(own.products.now(dtype, True)) == PACKED[method]
     (layer,) = handle.coverage().layers
     assert set(layer.emulated.values()) == {""}
 
@@ -174,7 +185,7 @@ def test_operands_are_packed_in_sparse_phases_only():
     own, kinds = model.fc.sparsity, []
     for step in (9, 10, 29, 30):
         handle._state.set_step(step)
-        kinds.append(own.products.now(torch.bfloat16, True).packs)
+        kinds.append(packed(own.products.now(torch.bfloat16, True)))
     assert kinds == ["", "ABU", "ABU", ""]
     assert own.products.now(torch.bfloat16, False) is DENSE
 

@@ -465,9 +465,9 @@ def test_bad_operand_dtypes_and_shapes_are_refused():
 )
 def test_dense_layers_are_compared_by_the_masks_of_the_rule(method, options, monkeypatch):
     model, optimizer, sparsifier = build(method, options)
-    looks, look = [], LayerState.projected_mask
+    looks, look = [], LayerState.present_mask
     monkeypatch.setattr(
-        LayerState, "projected_mask", lambda own, weight: looks.append(own) or look(own, weight)
+        LayerState, "present_mask", lambda own, weight: looks.append(own) or look(own, weight)
     )
     for step in range(3):
         before = [layer.sparsity.compared_mask(layer.weight) for layer in (model.fc1, model.fc2)]

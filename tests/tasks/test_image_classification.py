@@ -74,7 +74,7 @@ def test_an_epoch_sees_every_image_and_copies_differ(make):
 
 def test_workers_make_the_same_mixed_batches(make):
     task = make(*MIXING)
-    wanted = [next(r) for r in [training_requests(3, 16, 8)] for _ in range(4)]
+    wanted = [next(r) for r in [training_requests(3, 16, 8, range(2))] for _ in range(4)]
     wanted += split_requests("validation", task.samples("validation"), 100, None)
     here, there = ([*stream(task, wanted, CPU, workers)] for workers in (0, 1))
     assert len(here) == 8 and [task.count(b) for b in here[4:]] == [100, 100, 100, 20]

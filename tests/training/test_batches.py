@@ -26,7 +26,7 @@ def test_workers_make_the_same_batches_in_the_same_order(task, monkeypatch):
     default = multiprocessing.context._default_context
     monkeypatch.setattr(default, "_actual_context", forkserver)
     task.opened = lambda: None
-    here, there = (TrainingBatches(task, 4, 2, CPU, workers) for workers in (0, 2))
+    here, there = (TrainingBatches(task, 4, 2, CPU, workers, range(2)) for workers in (0, 2))
     for step in (0, 1, 2, 7, 8, 3):  # a jump is what a resume asks for
         mine, theirs = here.step(step), there.step(step)
         assert len(mine) == len(theirs) == 2

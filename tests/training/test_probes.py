@@ -197,7 +197,7 @@ def test_estimator_health_measures_bias_and_variance():
 
 def test_estimator_probe_sees_the_gradients_of_the_step(tiny):
     t = tiny.build("probe=estimator", "probe.estimator.every=1", "probe.estimator.draws=300")
-    probe, found = t.probes["estimator"], {}
+    probe, found = next(o for o in t.observers if o.name == "estimator"), {}
 
     class Gradients(Observer):
         def after_backward(self, session):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import MethodOptions, Operand, Phase, Projection, Row
-from sparsepretrain.sparsity.method import FineTuning, Layer, LowRank, Tensor
+from sparsepretrain.sparsity.method import FineTuning, Layer, Tensor
 from sparsepretrain.sparsity.methods.asp import StoredMask
 from sparsepretrain.sparsity.operand_table import FPROP, WGRAD
 
@@ -33,7 +33,7 @@ class SLoPeOptions(MethodOptions):
 
 
 @register("method", "slope")
-class SLoPe(StoredMask, LowRank):
+class SLoPe(StoredMask):
     """A = M∘W with a mask that never changes; B is A, pruned once more along out_features.
 
     Mozaffari et al., ICLR 2025, arXiv:2405.16325: A and B are both N:M along the axis that their
@@ -99,4 +99,12 @@ class SLoPe(StoredMask, LowRank):
         return Projection(forward, layer.mask, kernels.apply_mask(forward, second))
 
     def low_rank(self, layer: Layer) -> tuple[Tensor, Tensor] | None:
+        """Return L (out_features, rank) and R (rank, in_features); None: no adapters yet."""
         return (layer.left, layer.right) if self.phase.stage else None
+
+    def residual(self, x: Tensor, layer: Layer) -> Tensor | None:
+        if (factors := self.low_rank(layer)) is None:
+            return None
+        from torch.nn.functional import linear
+
+        return linear(linear(x, factors[1]), factors[0])

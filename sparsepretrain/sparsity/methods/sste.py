@@ -89,11 +89,8 @@ class SSTE(Method):
             estimator, key = self.options.estimator, layer.key(DGRAD)
             backward = kernels.mvue(forward, dim=1 - layer.dim, estimator=estimator, key=key)
             backward.add_(0.0)  # no -0.0: what is packed has at most two of four non-zero bits
-        return Projection(forward, mask, backward, self._gradient_scale(layer))
-
-    def _gradient_scale(self, layer: Layer) -> Tensor | None:
-        """Factor of dW."""
-        return layer.beta if self.options.ste_scale == "beta" else None
+        wgrad_scale = layer.beta if self.options.ste_scale == "beta" else None
+        return Projection(forward, mask, backward, wgrad_scale)
 
     def _soft(self, weight: Tensor, dim: int) -> Tensor:
         return kernels.soft_threshold(weight, *self.pattern, gamma=self.options.gamma, dim=dim)

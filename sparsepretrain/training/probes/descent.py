@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -95,18 +94,13 @@ class Descent(Probe):
 
 @contextlib.contextmanager
 def undisturbed(session: Session) -> Iterator[None]:
-    """Restore generators and buffers of layers (running statistics) afterwards."""
-    import numpy as np
-    import torch
+    """Restore buffers of layers (running statistics) afterwards.
 
+    Generators need no care: every micro-batch seeds them and draws as the step did.
+    """
     buffers = [(b, b.clone()) for n, b in session.model.named_buffers() if "sparsity" not in n]
-    drawn, drawn_by_numpy = random.getstate(), np.random.get_state()
-    devices = [session.device] if session.device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices):
-            yield
+        yield
     finally:
-        random.setstate(drawn)
-        np.random.set_state(drawn_by_numpy)
         for buffer, value in buffers:
             buffer.copy_(value)

@@ -26,11 +26,9 @@ REGRESSIONS = {
 Wrong algorithms have no entry: a trial before use finds them."""
 
 
-def present_gpu() -> torch.device | None:
-    """Return the CUDA device of this process, or None."""
-    if not torch.cuda.is_available():
-        return None
-    return torch.device("cuda", torch.cuda.current_device())
+def present_device() -> torch.device:
+    """Return the current GPU, or the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def examine(console: Console) -> None:
@@ -45,7 +43,7 @@ def examine(console: Console) -> None:
 
 def machine() -> list[tuple[str, str]]:
     """Return versions and devices, as rows."""
-    found = environment(present_gpu() or torch.device("cpu"))
+    found = environment(present_device())
     packages, hardware = found["packages"], found["hardware"]
     library = version()
     bad = f": {REGRESSIONS[library]}" if library in REGRESSIONS else ""
@@ -77,7 +75,7 @@ def machine() -> list[tuple[str, str]]:
 
 def here() -> str:
     """Say in one line if sparse products run on this machine."""
-    device = present_gpu() or torch.device("cpu")
+    device = present_device()
     missing = no_fp8_products(device)
     fp8 = f"No product runs in fp8: {missing}." if missing else "Products run in fp8 here."
     why = unsupported(device, fp8=False)

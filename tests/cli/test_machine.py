@@ -6,32 +6,32 @@ import pytest
 import torch
 
 from sparsepretrain import cli, registry
-from sparsepretrain.training import capabilities
+from sparsepretrain.cli import _machine
 
 
 @pytest.fixture
 def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    capabilities.unsupported.cache_clear()
+    _machine.unsupported.cache_clear()
     yield
-    capabilities.unsupported.cache_clear()
+    _machine.unsupported.cache_clear()
 
 
 def test_sparse_matmuls_follow_the_rows():
-    rows = {name: cells for name, *cells, _ in capabilities.method_rows()}
+    rows = {name: cells for name, *cells, _ in _machine.method_rows()}
     assert set(rows) >= set(registry.built_in("method"))
     sparse = {name: "".join("x" if c == "sparse" else "-" for c in rows[name]) for name in rows}
     assert (sparse["srste"], sparse["sste"], sparse["tsrste"]) == ("x--", "x-x", "xxx")
     assert (sparse["sdgp"], sparse["slope"], sparse["dense"]) == ("-x-", "xx-", "---")
-    act24 = next(row for row in capabilities.method_rows() if row[0] == "act24")
+    act24 = next(row for row in _machine.method_rows() if row[0] == "act24")
     assert "emulated" in act24 and act24[-1] == "the 2:4 operand is an activation"
 
 
 def test_slow_library_version_is_named(monkeypatch):
-    assert "slower" not in dict(capabilities.machine())["cuSPARSELt"]
-    monkeypatch.setattr(capabilities, "version", lambda: "0.8.0")
-    told = dict(capabilities.machine())["cuSPARSELt"]
+    assert "slower" not in dict(_machine.machine())["cuSPARSELt"]
+    monkeypatch.setattr(_machine, "version", lambda: "0.8.0")
+    told = dict(_machine.machine())["cuSPARSELt"]
     assert told.startswith("0.8.0") and "slower" in told
 
 
@@ -39,8 +39,8 @@ def test_devices_have_a_data_sheet(monkeypatch):
     gpu = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=141 * 2**30)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
-    monkeypatch.setattr(capabilities, "present_gpu", lambda: None)  # no driver to ask
-    rows = dict(capabilities.machine())
+    monkeypatch.setattr(_machine, "present_device", lambda: torch.device("cpu"))  # no driver to ask
+    rows = dict(_machine.machine())
     assert rows["cuda:0"].startswith("NVIDIA H200, compute capability 9.0, 141 GiB; data sheet of")
 
 
