@@ -33,7 +33,7 @@ each_document = pytest.mark.parametrize("file", DOCUMENTS, ids=lambda f: str(f.r
 each_method = pytest.mark.parametrize("method", METHODS)
 
 
-CORE_LINES = 4400
+CORE_LINES = 4300
 """Most lines of the files that CONTRIBUTING.md lists as the core."""
 
 
