@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import re
 import warnings
@@ -22,6 +23,12 @@ PREEMPTED = 143
 
 class SparsePretrainWarning(UserWarning):
     """Warning of this package; commands print it as one line."""
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Issue a warning of this package, unless it was issued before."""
+    warnings.warn(message, SparsePretrainWarning, stacklevel=3)
 
 
 @contextlib.contextmanager

@@ -89,8 +89,8 @@ class Counting(Source):
         n = self.options.documents
         held_out = max(1, n // 10)
         return [
-            Shard("train", 0, n, (0, n)),
-            Shard("validation", 0, held_out, (n, n + held_out)),
+            Shard("train", n, (0, n)),
+            Shard("validation", held_out, (n, n + held_out)),
         ]
 
     def documents(self, shard: Shard) -> Iterator[Document]:

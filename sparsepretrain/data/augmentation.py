@@ -84,8 +84,7 @@ class Augmentation:
         """Return the RGB image for evaluation: (3, size, size) fp32."""
         if self._options.crop == "shift":
             return torch.from_numpy(self._pixels(image, self._options.eval_interpolation))
-        tensor: Tensor = self._timm[1](image)
-        return tensor
+        return self._timm[1](image)
 
     def _shift(self, image: Image, words: np.ndarray) -> Tensor:
         options = self._options

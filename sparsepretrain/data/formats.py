@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +19,6 @@ from sparsepretrain.data.source import TRAIN, Shard, Source
 from sparsepretrain.data.tokens import TokenData
 from sparsepretrain.errors import DataError
 
-LABEL_BYTES = 2
-"""A label is a little-endian integer in front of the pixels of a small image."""
 CHUNK = 1 << 24
 """Tokens compared at a time."""
 # pair i is documents 2i (source) and 2i + 1 (target)
@@ -31,8 +28,6 @@ FORMATS = {"pairs": ("pairs", 2), "records": ("examples", 1), "images": ("images
 
 def count(source: Source, tokens: np.ndarray, end: int | None) -> int:
     """Return the number of units in the stream of a split whose documents end with ``end``."""
-    if source.kind == "images" and source.shape is not None:  # rows of equal length have no end
-        return len(tokens) // (LABEL_BYTES + math.prod(source.shape))
     if source.kind not in FORMATS:
         return len(tokens)
     # in chunks, since a split may not fit into memory

@@ -219,20 +219,13 @@ class Buckets:
         longest = padded.max(axis=1)
         self._seed = seed
         self._keys = (padded[:, 0], padded[:, 1], longest)
-        self._longest = int(longest.max())
         self.starts = _cut(np.sort(longest), max_tokens)
         """(buckets + 1,) boundaries of the buckets in the sorted order."""
-        self._epoch = lru_cache(2)(self._draw)
-
-    @property
-    def count(self) -> int:
+        self.count = len(self.starts) - 1
         """Buckets per epoch."""
-        return len(self.starts) - 1
-
-    @property
-    def capacity(self) -> int:
+        self.capacity = int(np.diff(self.starts).max()) * int(longest.max())
         """Maximum tokens of a bucket, even if padded to the longest one."""
-        return int(np.diff(self.starts).max()) * self._longest
+        self._epoch = lru_cache(2)(self._draw)
 
     def pairs(self, sample: int) -> np.ndarray:
         """Return the pair indices of bucket number ``sample`` in the whole order."""

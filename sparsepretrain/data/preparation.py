@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,6 @@ from sparsepretrain.data.tokens import (
     TokenData,
     fingerprint,
     open_tokens,
-    token_dtype,
     verify,
 )
 from sparsepretrain.errors import ConfigError, DataError, SparsePretrainWarning
@@ -166,14 +165,14 @@ def _verified(directory: Path, report: OnProgress, *, known: bool) -> TokenData:
 
     ``known``: trust files that have not changed since the last check.
     """
-    data, begin = open_tokens(directory), time.monotonic()
+    begin = time.monotonic()
 
     def checking(done: int, total: int) -> None:
         if total > LONG_CHECK:
             report(Progress("checking", done, total, "bytes", time.monotonic() - begin))
 
     verify(directory, checking, known=known)
-    return data
+    return open_tokens(directory)
 
 
 def _exclusive(directory: Path, report: OnProgress) -> Any:
@@ -191,7 +190,7 @@ def _exclusive(directory: Path, report: OnProgress) -> Any:
 def _build(source: Source, directory: Path, workers: int | None, report: OnProgress) -> None:
     parts = directory.with_name(f"{directory.name}.partial")
     _Phase(report, "reading", None, source.unit)(0)
-    shards = source.shards()
+    shards = [replace(shard, index=i) for i, shard in enumerate(source.shards())]
     tokenizer = None if source.tokenizer.origin == "bytes" else parts / TOKENIZER
     if tokenizer is not None and not tokenizer.exists():
         text = _TrainingText(source, shards, report)
@@ -208,7 +207,8 @@ def _build(source: Source, directory: Path, workers: int | None, report: OnProgr
             f"tokenizer {source.tokenizer.name} has {codec.vocab_size} tokens, more than "
             f"data.vocab_size={source.vocab_size}: set data.vocab_size={codec.vocab_size}"
         )
-    job = _Job(source, tokenizer, token_dtype(source.vocab_size).str, parts)
+    dtype = np.min_scalar_type(source.vocab_size - 1).newbyteorder("<").str  # little-endian
+    job = _Job(source, tokenizer, dtype, parts)
     _tokenize(job, shards, workers, report)
     _publish(_merge(job, shards, report), directory)
 
@@ -227,7 +227,7 @@ class _Job:
 
     def file(self, shard: Shard) -> Path:
         """Return the token file of ``shard``; an existing file is complete."""
-        return self.directory / f"{shard.split}-{shard.index:06d}.bin"
+        return self.directory / f"{shard.index:06d}.bin"
 
 
 @dataclass(frozen=True)
@@ -351,7 +351,6 @@ def _merge(job: _Job, shards: list[Shard], report: OnProgress) -> Path:
         digests[f"{split}.bin"] = digest.hexdigest()
     if counts[TRAIN] == 0:
         raise DataError(f"{job.source.options.name}: the train split has no text")
-    tokenizer = None
     if job.tokenizer is not None:
         tokenizer = job.tokenizer.read_bytes()
         digests[TOKENIZER] = hashlib.sha256(tokenizer).hexdigest()
@@ -368,7 +367,6 @@ def _merge(job: _Job, shards: list[Shard], report: OnProgress) -> Path:
         "dtype": job.dtype,
         "tokens": counts,
         "end_of_text": open_codec(job.tokenizer).end_of_text,
-        "tokenizer_bytes": None if tokenizer is None else len(tokenizer),
         "sha256": digests,
         "references": references,
         "options": asdict(job.source.options),

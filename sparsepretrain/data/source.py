@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sparsepretrain.data.tokenizer import BYTES, Tokenizer, tokenizer
@@ -82,18 +80,18 @@ class Shard:
     """Part of one split that a worker tokenizes at a time."""
 
     split: str
-    index: int
-    """Position in the split."""
     size: int
     """Amount of text in the source's unit, for progress."""
     items: tuple[Any, ...]
     """Arguments from which the source reads the documents in any process."""
+    index: int = 0
+    """Position among all shards, set by the preparation."""
 
 
 def ranges(split: str, total: int, size: int) -> list[Shard]:
     """Divide ``total`` rows into shards of ``size`` whose items are (begin, end)."""
     bounds = ((begin, min(begin + size, total)) for begin in range(0, total, size))
-    return [Shard(split, i, end - begin, (begin, end)) for i, (begin, end) in enumerate(bounds)]
+    return [Shard(split, end - begin, (begin, end)) for begin, end in bounds]
 
 
 class GeneratedSource(ABC):
@@ -132,9 +130,6 @@ class Source(ABC):
     """True if preparing needs no network: training then prepares on its own."""
     unit: ClassVar[str]
     """Unit of ``Shard.size``."""
-    shape: ClassVar[tuple[int, int, int] | None] = None
-    """(height, width, channels) of small images: documents are a label (2 bytes, little-endian)
-    and the pixels, without a terminator."""
 
     def __init__(self, options: Any) -> None:
         self.options = options
@@ -168,12 +163,6 @@ class Source(ABC):
     @abstractmethod
     def documents(self, shard: Shard) -> Iterator[Document]:
         """Yield the text of one shard; raise DataError if unreadable."""
-
-    @staticmethod
-    def numbered(shards: Iterable[Shard]) -> list[Shard]:
-        """Set each shard's position in its split."""
-        counts: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-        return [replace(shard, index=next(counts[shard.split])) for shard in shards]
 
     def missing(self) -> str:
         """Return the message for data that training may not prepare on its own."""

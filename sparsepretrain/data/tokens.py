@@ -2,9 +2,9 @@
 
 A prepared directory holds ``train.bin`` and ``validation.bin`` (raw little-endian integers),
 ``tokenizer.json`` unless tokens are bytes, ``manifest.json``, and the raw targets of held-out
-pairs. It appears by one rename, so a directory with a manifest is complete. Opening checks sizes.
-:func:`verify` checks checksums, unless size, modification time and inode of every file equal those
-in ``verified.json``, written after the last successful check.
+pairs. It appears by one rename, so a directory with a manifest is complete. :func:`verify` checks
+checksums before it is opened, unless size, modification time and inode of every file equal those in
+``verified.json``, written after the last successful check.
 """
 
 from __future__ import annotations
@@ -69,31 +69,21 @@ class TokenData:
         return open_codec(self.tokenizer_file).decode([int(i) for i in ids])
 
 
-def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the smallest unsigned little-endian dtype that holds every token."""
-    return np.dtype("u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<u4")
-
-
 def open_tokens(directory: Path) -> TokenData:
-    """Open a prepared directory; raise Damaged if a file is missing or has another size."""
+    """Open a prepared directory, whose files :func:`verify` has checked."""
     manifest = _read_manifest(directory)
-    name, dtype = manifest["name"], np.dtype(manifest["dtype"])
+    dtype = np.dtype(manifest["dtype"])
     tokens = {}
     for split, count in manifest["tokens"].items():
         file = directory / f"{split}.bin"
-        _check_size(file, count * dtype.itemsize, name)
         tokens[split] = np.memmap(file, dtype, mode="r") if count else np.zeros(0, dtype)
-    tokenizer = None
-    if manifest["tokenizer_bytes"] is not None:
-        tokenizer = directory / TOKENIZER
-        _check_size(tokenizer, manifest["tokenizer_bytes"], name)
     return TokenData(
-        name,
+        manifest["name"],
         directory,
         manifest["fingerprint"],
         manifest["vocab_size"],
         tokens,
-        tokenizer,
+        directory / TOKENIZER if TOKENIZER in manifest["sha256"] else None,
         manifest["end_of_text"],
         {file.partition(".")[0]: directory / file for file in manifest["references"]},
     )
@@ -154,11 +144,3 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         name = directory.name.rpartition("-")[0]
         raise Damaged(directory, f"{file} is missing or damaged", name)
     return manifest
-
-
-def _check_size(file: Path, expected: int, name: str) -> None:
-    found = "is missing"
-    with contextlib.suppress(OSError):
-        found = f"has {file.stat().st_size} bytes"
-    if found != f"has {expected} bytes":
-        raise Damaged(file.parent, f"{file} {found}, expected {expected} bytes", name)

@@ -109,6 +109,15 @@ def check_out(name: str, x: Tensor, out: Tensor | None) -> None:
         raise ValueError(f"{name}: out must have shape {tuple(x.shape)}, got {tuple(out.shape)}")
 
 
+def check_draws(name: str, shape: Sequence[int], uniforms: Tensor | None, key: object) -> None:
+    """Refuse draws given twice or not at all, and uniforms of another shape than ``shape``."""
+    if (uniforms is None) == (key is None):
+        raise ValueError(f"{name}: give either uniforms or key")
+    if uniforms is not None and uniforms.shape != tuple(shape):
+        got = tuple(uniforms.shape)
+        raise ValueError(f"{name}: uniforms must have shape {tuple(shape)}, got {got}")
+
+
 def packed_shape(shape: Sequence[int]) -> tuple[int, int]:
     """Shape of a packed mask of ``shape``: (rows, ⌈entries of a row / 8⌉)."""
     return shape[0], -(-math.prod(shape[1:]) // 8)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsepretrain.errors import SparsePretrainWarning
+from sparsepretrain.errors import warn_once
 
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8)
 """Dtypes of the Triton kernels, including masks and packed codes."""
@@ -91,7 +90,7 @@ def prefers_cpu(x: Tensor) -> bool:
     if _no_loops_on(x):
         return False
     if reason := _numba_fails():
-        _warn_once(f"kernels run their slower references on this CPU: Numba {reason}")
+        warn_once(f"kernels run their slower references on this CPU: Numba {reason}")
     return reason is None
 
 
@@ -115,8 +114,3 @@ def _numba_fails() -> str | None:
     except Exception as error:  # also of a NumPy that it does not know
         return f"cannot be imported ({error})"
     return "is disabled (NUMBA_DISABLE_JIT)" if getattr(config, "DISABLE_JIT", 0) else None
-
-
-@functools.lru_cache(maxsize=1)
-def _warn_once(message: str) -> None:
-    warnings.warn(message, SparsePretrainWarning, stacklevel=4)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.common import INTEGER_OF_SIZE, from_groups4, to_groups4
+from sparsepretrain.kernels.common import INTEGER_OF_SIZE, check_draws, from_groups4, to_groups4
 from sparsepretrain.kernels.dispatch import kernel_of
 from sparsepretrain.kernels.keys import AnyKey
 from sparsepretrain.kernels.noise import uniform_noise
@@ -60,10 +60,10 @@ def mvue(
         raise ValueError(f"mvue: estimator must be 'approximate' or 'exact', got {estimator!r}")
     if order not in (None, "tokens_last"):
         raise ValueError(f"mvue: order must be None or 'tokens_last', got {order!r}")
-    if (uniforms is None) == (key is None):
-        raise ValueError("mvue: give either uniforms or key")
     draws = 2 if estimator == "approximate" else 1
-    _check_draws(x, dim, draws, uniforms)
+    shape = list(x.shape)
+    groups = -(-shape.pop(dim) // 4)
+    check_draws("mvue", (*shape, groups, draws), uniforms, key)
     if kernel:
         return kernel(x.detach(), dim, estimator, uniforms, key, order)
     x4 = to_groups4(x, dim)
@@ -76,15 +76,6 @@ def mvue(
     method = _approximate if estimator == "approximate" else _exact
     out = torch.stack(method(x4.unbind(1), r, torch.finfo(x.dtype).max), 1)
     return from_groups4(out, x, dim, order)
-
-
-def _check_draws(x: Tensor, dim: int, draws: int, uniforms: Tensor | None) -> None:
-    shape = list(x.shape)
-    groups = -(-shape.pop(dim) // 4)
-    wanted = (*shape, groups, draws)
-    if uniforms is not None and uniforms.shape != wanted:
-        got = tuple(uniforms.shape)
-        raise ValueError(f"mvue: uniforms must have shape {wanted}, got {got}")
 
 
 def _normalize(x: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:

@@ -32,8 +32,7 @@ def compress_24(x: Tensor) -> Tensor:
     """
     limits = _limits("compress_24", x)
     _check("compress_24: x", x, limits.rows, limits.columns)
-    packed: Tensor = torch.ops.sparsepretrain.compress_24(x)
-    return packed
+    return torch.ops.sparsepretrain.compress_24(x)
 
 
 def matmul_24(

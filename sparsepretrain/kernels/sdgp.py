@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.common import check_pattern
+from sparsepretrain.kernels.common import check_draws, check_pattern
 from sparsepretrain.kernels.dispatch import kernel_of
 from sparsepretrain.kernels.keys import AnyKey
 from sparsepretrain.kernels.masks import apply_mask
@@ -55,7 +55,7 @@ def prune_gradient(
     kernel = kernel_of("prune_gradient", backend, g, composed=True)
     check_pattern("prune_gradient", g, n, m, dim)
     if variant == "random":
-        _check_draws(g, uniforms, key)
+        check_draws("prune_gradient", g.shape, uniforms, key)
         if kernel and key is not None:
             return kernel(g, n, m, dim, key, m / n if rescale else 1.0)
         draws = uniform_like(g, key or 0, dim, backend=backend) if uniforms is None else uniforms
@@ -74,16 +74,6 @@ def _largest(g: Tensor, n: int, m: int, dim: int, backend: str | None) -> Tensor
     if kernel := kernel_of("prune_gradient", backend, g, composed=True):
         return kernel(g, n, m, dim)
     return nm_prune(g, n, m, dim=dim, ties="low", backend=backend)[0]
-
-
-def _check_draws(g: Tensor, uniforms: Tensor | None, key: AnyKey | int | None) -> None:
-    if (uniforms is None) == (key is None):
-        raise ValueError("prune_gradient: variant random needs either uniforms or key")
-    if uniforms is not None and uniforms.shape != g.shape:
-        raise ValueError(
-            f"prune_gradient: uniforms must have the shape of g {tuple(g.shape)}, "
-            f"got {tuple(uniforms.shape)}"
-        )
 
 
 def _rescaled(

@@ -91,6 +91,11 @@ class Headable(Recipe):
         return getattr(found, "last_hidden_state", found)
 
     @staticmethod
+    def logits(model: nn.Module, tokens: Tensor) -> Tensor:
+        """Map (batch, length) int64 to (batch, length, vocab_size)."""
+        return model(input_ids=tokens, use_cache=False).logits
+
+    @staticmethod
     def scores(model: nn.Module, tokens: Tensor, mask: Tensor, second: Tensor) -> Tensor:
         """Return (batch, outputs) for the head ``labels``, (batch, length, 2) for ``spans``.
 

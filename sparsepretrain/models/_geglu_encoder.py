@@ -122,14 +122,6 @@ class GEGLUForMaskedLM(nn.Module):
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        attention_mask: Tensor | None = None,
-        positions: Tensor | None = None,
-    ) -> Tensor:
-        """Return logits (B, T, vocab_size), or (n, vocab_size) at n flattened positions."""
-        hidden: Tensor = self.encoder(tokens, attention_mask)
-        if positions is not None:
-            hidden = hidden.flatten(0, 1)[positions]
-        return self.decoder(hidden)
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return logits (n, vocab_size) at n flattened positions."""
+        return self.decoder(self.encoder(tokens).flatten(0, 1)[positions])

@@ -120,6 +120,8 @@ class EncoderRecipe(Headable):
     )
 
     @staticmethod
-    def logits(model: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
+    def logits(  # type: ignore[override]
+        model: nn.Module, tokens: Tensor, positions: Tensor
+    ) -> Tensor:
         """Map tokens (batch, length) and n flattened positions to (n, vocab_size)."""
         return model(tokens, positions=positions)

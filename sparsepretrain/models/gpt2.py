@@ -17,7 +17,7 @@ from sparsepretrain.models._text import (
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,11 +79,6 @@ class GPT2(Headable):
         """Transpose weights for Conv1D, which stores (in, out); missing biases become zeros."""
         kinds = {"labels": "GPT2ForSequenceClassification", "spans": "GPT2ForQuestionAnswering"}
         return as_stock(model, kinds.get(str(head), "GPT2LMHeadModel"))
-
-    @staticmethod
-    def logits(model: nn.Module, tokens: Tensor) -> Tensor:
-        """Map (batch, length) int64 to (batch, length, vocab_size)."""
-        return model(input_ids=tokens, use_cache=False).logits
 
 
 def _linear_from(conv: nn.Module, bias: bool) -> nn.Module:

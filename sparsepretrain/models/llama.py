@@ -16,7 +16,7 @@ from sparsepretrain.models._text import (
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,8 +77,3 @@ class Llama(Headable):
         # the backbone of LlamaForQuestionAnswering alone is called transformer
         renamed = {"transformer.": "model."} if head == "spans" else None
         return as_stock(model, kinds.get(str(head), "LlamaForCausalLM"), renamed)
-
-    @staticmethod
-    def logits(model: nn.Module, tokens: Tensor) -> Tensor:
-        """Map (batch, length) int64 to (batch, length, vocab_size)."""
-        return model(input_ids=tokens, use_cache=False).logits

@@ -107,11 +107,6 @@ class Pretrained(Headable):
         return int(_config(str(options.path), "causal_lm", 0).vocab_size)
 
     @staticmethod
-    def logits(model: nn.Module, tokens: Tensor) -> Tensor:
-        """Map (batch, length) int64 to (batch, length, vocab_size)."""
-        return model(input_ids=tokens, use_cache=False).logits
-
-    @staticmethod
     def scores(model: Any, tokens: Tensor, mask: Tensor, second: Tensor) -> Tensor:
         import torch
 

@@ -98,14 +98,12 @@ class StepAdamW(Optimizer):
     @property
     def switched_at(self) -> int | None:
         """Last step of the dense phase; None before the switch."""
-        step: int | None = self.param_groups[0]["switched_at"]
-        return step
+        return self.param_groups[0]["switched_at"]
 
     @property
     def changes(self) -> list[float]:
         """Z of at most :attr:`window` last steps of the dense phase."""
-        changes: list[float] = self.param_groups[0]["changes"]
-        return changes
+        return self.param_groups[0]["changes"]
 
     @property
     def sparse_phase(self) -> bool:

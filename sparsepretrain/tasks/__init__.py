@@ -182,8 +182,7 @@ def cross_entropy(
 
     rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
     if compiled and torch.is_grad_enabled():
-        loss: Tensor = _compiled_total()(rows, flat, **options)
-        return loss
+        return _compiled_total()(rows, flat, **options)
     total: Any = functools.partial(_total, **options)
     length = max(1, LOGITS_AT_ONCE // logits.shape[-1])
     if len(rows) <= length:

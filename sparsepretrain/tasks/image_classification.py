@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-Interpolation = Literal["bilinear", "bicubic", "nearest"]
-
 
 @dataclass(slots=True, kw_only=True)
 class ImageClassificationOptions:
@@ -42,7 +40,7 @@ class ImageClassificationOptions:
     random_erasing: Annotated[float, "[0, 1]"]
     cutout: Annotated[int, "≥ 0"]
     interpolation: Literal["bilinear", "bicubic", "nearest", "random"]
-    eval_interpolation: Interpolation
+    eval_interpolation: Literal["bilinear", "bicubic", "nearest"]
     eval_crop: Annotated[float, "(0, 1]"]
     mean: tuple[float, float, float]
     std: Annotated[tuple[float, float, float], "> 0"]
@@ -52,9 +50,6 @@ class ImageClassificationOptions:
             yield "scale", f"must be two fractions in (0, 1], got {list(self.scale)}"
         if not 0 < self.ratio[0] <= self.ratio[1]:
             yield "ratio", f"must be two positive numbers, got {list(self.ratio)}"
-        yield from self._crop_problems()
-
-    def _crop_problems(self) -> Problems:
         only: dict[str, dict[str, Any]] = {
             "resized": {"color_jitter": 0.0, "rand_augment": None, "random_erasing": 0.0},
             "shift": {"shift": 0, "cutout": 0},

@@ -102,8 +102,7 @@ class MaskedLM(WindowTask):
         return {"loss": (cross_entropy(logits, targets), count), "accuracy": (100 * right, count)}
 
     def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        logits: Tensor = self.recipe.logits(model, batch["tokens"], batch["positions"])
-        return logits
+        return self.recipe.logits(model, batch["tokens"], batch["positions"])
 
 
 def selected(probability: float, eligible: int) -> int:

@@ -160,7 +160,7 @@ class QuestionAnswering(RecordTask):
             (a.context[a.spans[i, 0] : a.spans[j, 1]] if score > NEVER else "", a.answers)
             for score, i, j, a in best.values()
         ]
-        exact = [max(float(exact_match(t, a)) for a in answers) for t, answers in pairs]
+        exact = [any(normalize(t) == normalize(a) for a in answers) for t, answers in pairs]
         overlap = [max(f1(t, a) for a in answers) for t, answers in pairs]
         return {
             **averages(observations),
@@ -173,11 +173,6 @@ def normalize(answer: str) -> str:
     """Remove case, punctuation, articles and extra spaces, as SQuAD's evaluate-v1.1.py does."""
     answer = "".join(c for c in answer.lower() if c not in set(string.punctuation))
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", answer).split())
-
-
-def exact_match(answer: str, truth: str) -> bool:
-    """Return True if two answers are equal after normalization."""
-    return normalize(answer) == normalize(truth)
 
 
 def f1(answer: str, truth: str) -> float:

@@ -63,14 +63,6 @@ class Translation(Task):
     sample = "buckets of pairs"
     metric = "bleu"
 
-    def __init__(self, options: TranslationOptions, model: Any, data: Any, seed: int) -> None:
-        super().__init__(options, model, data, seed)
-        self._pairs: dict[str, Any] = {}
-        self._buckets: dict[str, Any] = {}
-        self._references: dict[str, list[str]] = {}
-        self._codec: Any = None
-        self._end = 0
-
     @property
     def capacity(self) -> int:
         """Maximum tokens of a training bucket."""
@@ -78,17 +70,15 @@ class Translation(Task):
 
     def open_data(self, splits: Sequence[str], on_progress: Progress = None) -> None:
         data = load(self.data_options, on_progress=on_progress)
-        for split in splits:
-            self._pairs[split] = chosen = self._choose(split, pairs(data, split), data.name)
-            self._buckets[split] = Buckets(
-                chosen.lengths, self.options.max_tokens, self.order_seed(split)
-            )
-        self.tokenizer_file = data.tokenizer_file
-        self._codec = open_codec(data.tokenizer_file)
-        self._end = int(data.end_of_text or 0)
-        self.fingerprint = data.fingerprint
-        for split in (split for split in splits if split != "train" and self.options.bleu):
-            self._references[split] = references(data, split)
+        self._pairs = {s: self._choose(s, pairs(data, s), data.name) for s in splits}
+        self._buckets = {
+            split: Buckets(chosen.lengths, self.options.max_tokens, self.order_seed(split))
+            for split, chosen in self._pairs.items()
+        }
+        held_out = [split for split in splits if split != "train" and self.options.bleu]
+        self._references = {split: references(data, split) for split in held_out}
+        self._codec, self._end = open_codec(data.tokenizer_file), int(data.end_of_text or 0)
+        self.fingerprint, self.tokenizer_file = data.fingerprint, data.tokenizer_file
 
     def _choose(self, split: str, every: Pairs, name: str) -> Pairs:
         """Return all held-out pairs, but only training pairs within ``max_length``."""
@@ -209,17 +199,10 @@ class Translation(Task):
         result["perplexity"] = math.exp(min(result["nll"], 700.0))
         hypotheses = [line for seen in observations for line in seen.get("hypotheses", ())]
         if hypotheses:
+            with needs("BLEU (without: task.bleu=false)", "sacrebleu", "mt"):
+                from sacrebleu.metrics import BLEU
             references = [line for seen in observations for line in seen["references"]]
-            result |= corpus_bleu(hypotheses, references)
+            metric = BLEU()
+            score = metric.corpus_score(hypotheses, [references]).score
+            result |= {"bleu": float(score), "bleu_signature": str(metric.get_signature())}
         return result
-
-
-def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, Any]:
-    """Return ``bleu`` in percent and its ``bleu_signature``."""
-    if not references:
-        raise DataError("BLEU needs at least one sentence")
-    with needs("BLEU (without: task.bleu=false)", "sacrebleu", "mt"):
-        from sacrebleu.metrics import BLEU
-    metric = BLEU()
-    score = metric.corpus_score(list(hypotheses), [list(references)]).score
-    return {"bleu": float(score), "bleu_signature": str(metric.get_signature())}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -16,13 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparsepretrain.config.schema import Run, shares
-from sparsepretrain.errors import (
-    ConfigError,
-    RankError,
-    SparsePretrainError,
-    SparsePretrainWarning,
-    one_line,
-)
+from sparsepretrain.errors import ConfigError, RankError, SparsePretrainError, one_line, warn_once
 from sparsepretrain.runs.checkpoint import Ranks
 from sparsepretrain.runs.tensors import RowSlice, Stored
 from sparsepretrain.training.hardware import unusable_gpu
@@ -59,7 +51,7 @@ class World(Ranks):
                 f"parallel.device=cuda, but {why or 'torch sees no GPU: use auto or cpu'}"
             )
         if why and os.environ.get("RANK", "0") == "0":
-            _warn_once(f"parallel.device=auto trains on the CPU: {why}")
+            warn_once(f"parallel.device=auto trains on the CPU: {why}")
         if available and device != "cpu":  # with its number, as the tensors on it say
             return cls(torch.device("cuda", torch.cuda.current_device()))
         return cls(torch.device("cpu"))
@@ -153,11 +145,6 @@ class World(Ranks):
                 raise found
 
         self.first(report)
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, SparsePretrainWarning, stacklevel=3)
 
 
 @contextlib.contextmanager

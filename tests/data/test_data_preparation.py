@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -141,8 +142,8 @@ def test_damage_is_named_and_repaired(options, corpus, cache, monkeypatch, name)
     file, whole = data.directory / name, (data.directory / name).read_bytes()
     flipped = whole[:99] + bytes([whole[99] ^ 1]) + whole[100:]
     for content, problem in [
-        (whole[:-3], f"has {len(whole) - 3} bytes, expected {len(whole)} bytes"),
-        (None, f"is missing, expected {len(whole)} bytes"),
+        (whole[:-3], "does not match its checksum"),
+        (None, "cannot be read (No such file or directory)"),
         (flipped, "does not match its checksum"),
     ]:
         file.unlink() if content is None else file.write_bytes(content)
@@ -151,7 +152,7 @@ def test_damage_is_named_and_repaired(options, corpus, cache, monkeypatch, name)
             load(chosen)
         assert str(caught.value).startswith(f"{file} {problem}: ")
         assert "`sparsepretrain prepare data=python_source`" in str(caught.value)
-        with pytest.warns(SparsePretrainWarning, match=problem):
+        with pytest.warns(SparsePretrainWarning, match=re.escape(problem)):
             assert load(chosen).fingerprint == data.fingerprint
         assert file.read_bytes() == whole and left_over(cache) == [data.directory.name]
 

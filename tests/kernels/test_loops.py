@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from sparsepretrain import kernels
+from sparsepretrain import errors, kernels
 from sparsepretrain.errors import SparsePretrainWarning
 from sparsepretrain.kernels import dispatch
 
@@ -233,7 +233,7 @@ def test_refusals(monkeypatch):
     monkeypatch.setattr(dispatch, "_numba_fails", lambda: "cannot be imported (gone)")
     with pytest.raises(ValueError, match=r"cannot be imported \(gone\); use"):
         kernels.nm_mask(x, backend="cpu")
-    dispatch._warn_once.cache_clear()
+    errors.warn_once.cache_clear()
     with pytest.warns(SparsePretrainWarning, match="Numba cannot be imported") as said:
         for _ in range(2):
             assert kernels.nm_mask(x).sum() == 4

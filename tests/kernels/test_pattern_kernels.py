@@ -44,7 +44,7 @@ def test_sdgp_golden():
         ({"variant": "max"}, "variant must be"),
         ({"variant": "rescaled", "scope": "row"}, "scope must be"),
         ({"variant": "random"}, "either uniforms or key"),
-        ({"variant": "random", "uniforms": torch.zeros(3)}, "shape of g"),
+        ({"variant": "random", "uniforms": torch.zeros(3)}, "uniforms must have shape"),
         ({"n": 3, "m": 2}, "N:M needs"),
     ],
 )

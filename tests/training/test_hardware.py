@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 
-from sparsepretrain import cli
+from sparsepretrain import cli, errors
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.training import hardware, world
 from sparsepretrain.training.hardware import environment, known_gpu, peak_flops
@@ -87,7 +87,7 @@ def machine(monkeypatch, tmp_path):
 
     def make(code=None, version=0, *, smi=False):
         hardware.unusable_gpu.cache_clear()
-        world._warn_once.cache_clear()
+        errors.warn_once.cache_clear()
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -105,7 +105,7 @@ def machine(monkeypatch, tmp_path):
 
     yield make
     hardware.unusable_gpu.cache_clear()
-    world._warn_once.cache_clear()
+    errors.warn_once.cache_clear()
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")

@@ -215,5 +215,4 @@ def _pack(split: str, pieces: Iterator[Piece]) -> list[Shard]:
             room = SHARD_BYTES
         groups[-1].append(piece)
         room -= piece.size
-    sizes = [sum(piece.size for piece in group) for group in groups]
-    return [Shard(split, i, sizes[i], tuple(group)) for i, group in enumerate(groups)]
+    return [Shard(split, sum(piece.size for piece in group), tuple(group)) for group in groups]

@@ -87,16 +87,13 @@ class RecordSource(Source):
 
     def shards(self) -> list[Shard]:
         if self.options.local:
-            files = self._files()
-            return self.numbered(
-                Shard(split, 0, f.size, (part, f.path)) for split, part, f in files
-            )
-        return self.numbered(
+            return [Shard(s, file.size, (part, file.path)) for s, part, file in self._files()]
+        return [
             replace(shard, items=(part, entry, *shard.items))
             for split, entries in self.options.entries.items()
             for part, entry in enumerate(entries)
             for shard in ranges(split, len(self._open(entry)), SHARD_ROWS)
-        )
+        ]
 
     def documents(self, shard: Shard) -> Iterator[Document]:
         """Yield the records of one shard; errors name the file and the line."""

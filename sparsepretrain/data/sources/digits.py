@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 
 from sparsepretrain.data.order import permutation
-from sparsepretrain.data.source import TEST, TRAIN, VALIDATION, Shard, SourceOptions
-from sparsepretrain.data.sources._images import PixelSource
+from sparsepretrain.data.source import TEST, TRAIN, VALIDATION, Document, Shard, SourceOptions
+from sparsepretrain.data.sources._images import IndexSource, index_documents
 from sparsepretrain.errors import needs
 from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 SMALLEST_CLASS = 174
 """Images of the rarest digit (8)."""
@@ -33,16 +38,15 @@ class Options(SourceOptions):
 
 
 @register("source", "digits")
-class Digits(PixelSource):
+class Digits(IndexSource):
     """Gray images; held-out splits have equally many of each digit."""
 
     Options: ClassVar[type[SourceOptions]] = Options
     offline = True
-    shape = (8, 8, 1)
 
     def state(self) -> list[Any]:
-        """Return an empty list: the images have not changed since 1998."""
-        return []
+        """Return the version of the index: the images have not changed since 1998."""
+        return [2]
 
     def shards(self) -> list[Shard]:
         labels = _load()[0]
@@ -53,15 +57,22 @@ class Digits(PixelSource):
             held_out, tested, rest = np.split(order[labels[order] == digit], ends)
             for split, chosen in ((VALIDATION, held_out), (TEST, tested), (TRAIN, rest)):
                 parts[split] += chosen.tolist()
-        return [Shard(split, 0, len(ids), tuple(sorted(ids))) for split, ids in parts.items()]
+        return [Shard(split, len(ids), tuple(sorted(ids))) for split, ids in parts.items()]
 
-    def rows(self, shard: Shard) -> tuple[np.ndarray, np.ndarray]:
-        """Return labels and images; the 17 shades 0 to 16 are scaled to 0 to 255."""
-        labels, images = _load()
-        chosen = np.array(shard.items)
-        return labels[chosen], np.rint(images[chosen] * (255 / 16))
+    def documents(self, shard: Shard) -> Iterator[Document]:
+        """Yield entries with ``image``, the number in ``load_digits``, and ``label``."""
+        labels = _load()[0]
+        return index_documents({"image": i, "label": int(labels[i])} for i in shard.items)
+
+    def read(self, entry: dict[str, Any]) -> Image:
+        """Return an image; the 17 shades 0 to 16 are scaled to 0 to 255."""
+        from PIL import Image
+
+        shades = _load()[1][entry["image"]]
+        return Image.fromarray(np.rint(shades * (255 / 16)).astype(np.uint8))
 
 
+@functools.cache
 def _load() -> tuple[np.ndarray, np.ndarray]:
     with needs("digits", "scikit-learn", "vision"):
         from sklearn.datasets import load_digits

@@ -71,7 +71,7 @@ class ImageFolder(IndexSource):
         labels = {path.name: label for label, path in enumerate(classes[TRAIN])}
         shards = []
         for split, paths in classes.items():
-            for index, path in enumerate(paths):
+            for path in paths:
                 if path.name not in labels:
                     raise DataError(
                         f"{path}: no class of that name in {path.parents[1] / self.options.train} "
@@ -82,7 +82,7 @@ class ImageFolder(IndexSource):
                     raise DataError(f"{path}: the class has no image ({', '.join(SUFFIXES[:3])} …)")
                 folder = os.path.relpath(path, Path(self.options.root).expanduser())
                 items = (labels[path.name], folder, tuple(files))
-                shards.append(Shard(split, index, len(files), items))
+                shards.append(Shard(split, len(files), items))
         return shards
 
     def documents(self, shard: Shard) -> Iterator[Document]:

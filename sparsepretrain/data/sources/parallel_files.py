@@ -65,9 +65,9 @@ class ParallelFiles(Source):
                     starts.append((number, offsets))
             if not number:
                 raise DataError(f"data.{split}: {paths[0]} has no lines")
-            for index, start in enumerate(starts):
+            for start in starts:
                 size = min(SHARD_PAIRS, number + 1 - start[0])
-                shards.append(Shard(split, index, size, start))
+                shards.append(Shard(split, size, start))
         return shards
 
     def documents(self, shard: Shard) -> Iterator[Document]:

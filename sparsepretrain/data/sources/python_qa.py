@@ -38,7 +38,7 @@ class Function:
     name: str
     source: str
     """Source text without decorators."""
-    returned: tuple[str, int] | None
+    returned: tuple[str, int]
     """Expression of the only return statement and its offset in ``source``."""
 
 
@@ -64,11 +64,7 @@ class PythonQA(PythonSource):
 
         ``functions`` is lazy: examining a function costs more than parsing.
         """
-        short = (
-            f
-            for f in functions
-            if f.returned is not None and len(f.name) <= NAME and len(f.source) < CONTEXT * 3 // 4
-        )
+        short = (f for f in functions if len(f.name) <= NAME and len(f.source) < CONTEXT * 3 // 4)
         made = 0
         for first, second in pairwise(short):
             context = f"{first.source}\n{second.source}"
@@ -78,7 +74,6 @@ class PythonQA(PythonSource):
                 continue
             asked = (first, second)[made // 2 % 2]
             offset = 0 if asked is first else len(first.source) + 1
-            assert asked.returned is not None
             if made % 2:
                 question = f"what does {asked.name} return?"
                 answer, start = asked.returned
@@ -91,7 +86,7 @@ class PythonQA(PythonSource):
 
 
 def functions(source: str) -> Iterator[Function]:
-    """Yield the functions of a file, outer ones first; nothing if it does not parse."""
+    """Yield functions with one returned expression, outer ones first; none if it does not parse."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in the files read
@@ -113,7 +108,7 @@ def _function(node: ast.FunctionDef, lines: list[str]) -> Function | None:
     returns = [child.value for child in ast.walk(node) if isinstance(child, ast.Return)]
     values = [value for value in returns if value is not None]
     returned = _returned(values[0], lines, source) if len(values) == 1 else None
-    return Function(node.name, source, returned)
+    return None if returned is None else Function(node.name, source, returned)
 
 
 def _returned(value: ast.expr, lines: list[str], source: str) -> tuple[str, int] | None:

@@ -171,8 +171,7 @@ def operator(
         _operators.define(name + torch.library.infer_schema(function, mutates_args=mutates))
         _operators.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"sparsepretrain::{name}", fake, lib=_operators)
-        overload: Callable[P, T] = getattr(torch.ops.sparsepretrain, name).default
-        return overload
+        return getattr(torch.ops.sparsepretrain, name).default
 
     return register
 
