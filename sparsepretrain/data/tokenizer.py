@@ -92,7 +92,7 @@ class Tokenizer:
         if self.origin == "bytes":
             return None
         if self.origin == "file":
-            return Path(self.name)
+            return Path(self.name).expanduser()
         if self.origin == "trained":
             raise DataError(f"tokenizer {self.name} is made when data is prepared: give its file")
         content = self.read()

@@ -17,6 +17,7 @@ from sparsepretrain.data.encoding import LONGEST_WORD, FileCodec, train_bpe, tra
 from sparsepretrain.data.order import windows
 from sparsepretrain.data.preparation import load, prepare
 from sparsepretrain.data.sources import _files
+from sparsepretrain.data.tokenizer import tokenizer
 from sparsepretrain.errors import ConfigError, DataError, SparsePretrainWarning
 
 PREPARE = """
@@ -329,3 +330,10 @@ def test_generated_data_cannot_be_prepared(call):
     options = load_config(["data=teacher", "task=regression", "model=mlp_nano"]).data
     with pytest.raises(ConfigError, match="teacher"):
         call(options)
+
+
+def test_the_file_of_a_tokenizer_may_be_in_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.json").write_text("{}")
+    found = tokenizer("~/mine.json")
+    assert found.file() == tmp_path / "mine.json" and found.read() == "{}"
