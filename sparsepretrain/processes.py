@@ -25,18 +25,8 @@ def rank() -> int:
     return int(os.environ["RANK"]) if started() else 0
 
 
-_interrupted = False
-
-
-def note_interrupt(happened: bool = True) -> None:
-    """Set the SIGINT flag."""
-    global _interrupted
-    _interrupted = happened
-
-
-def was_interrupted() -> bool:
-    """Return True if SIGINT arrived since the command began, even if a library swallowed it."""
-    return _interrupted
+interrupted = False
+"""True if SIGINT arrived since the command began, even if a library swallowed it."""
 
 
 def report(error: BaseException) -> bool:

@@ -9,7 +9,6 @@ from pathlib import Path
 from sparsepretrain.cli._verb import Verb, add_config_dir
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.registry import register, suggestion
-from sparsepretrain.text import in_columns
 
 
 @register("verb", "configs")
@@ -29,20 +28,22 @@ class Configs(Verb):
     def run(self, args: argparse.Namespace) -> int:
         from sparsepretrain.config.compose import build, read
         from sparsepretrain.config.places import catalog, shipped
+        from sparsepretrain.tracking.console import Console
 
         if args.options:
             print("\n".join(_files(args.options, catalog(args.config_dir))), end="")
             return 0
 
         _, defaults = build(read((), args.config_dir))
-        rows = [["group", "option", "from"]]
+        rows = []
         for group, options in catalog(args.config_dir).items():
             for i, (option, directory) in enumerate(options.items()):
                 marked = f"{option} *" if defaults.get(group) == option else option
                 origin = "configs" if directory == shipped() else str(directory)
                 rows.append(["" if i else group, marked, f"{origin}/{group}/{option}.yaml"])
-        print(*in_columns(rows), sep="\n")
-        print("\n* default of `sparsepretrain train`; model=… has its own choices")
+        console = Console()
+        console.table("", rows, header=("group", "option", "from"), lines=False)
+        console.info("\n* default of `sparsepretrain train`; model=… has its own choices")
         return 0
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import NoReturn
 
-from sparsepretrain import __version__, registry
+from sparsepretrain import __version__, processes, registry
 from sparsepretrain.cli._verb import ConfiguredVerb, UsageError, Verb
 from sparsepretrain.errors import (
     INTERRUPTED,
@@ -24,7 +24,7 @@ from sparsepretrain.errors import (
     causes,
     own_warnings,
 )
-from sparsepretrain.processes import note_interrupt, rank, report
+from sparsepretrain.processes import rank, report
 
 HELP = """\
 usage: sparsepretrain VERB [arguments]   (sparsepretrain VERB --help says more)
@@ -112,14 +112,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 @contextlib.contextmanager
 def _interrupts() -> Iterator[None]:
     """Record every SIGINT: a bare ``except`` in a library may swallow the exception."""
-    note_interrupt(False)
+    processes.interrupted = False
     usual = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(usual):
         yield
         return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        note_interrupt()
+        processes.interrupted = True
         usual(number, frame)
 
     signal.signal(signal.SIGINT, interrupt)

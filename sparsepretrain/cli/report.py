@@ -26,7 +26,6 @@ class Report(Verb):
         table = parser.add_argument_group("of a table")
         table.add_argument("--scale", choices=("nano", "paper"), help="nano where there is one")
         table.add_argument("--seeds", type=seeds, metavar="SEEDS", help="those of reproduce")
-        table.add_argument("--runs-dir", metavar="DIR", help="the same as runs_dir=DIR")
         text = "also write DIR/records/TABLE.json.gz, from which the report can be rewritten"
         table.add_argument("--record", action="store_true", help=text)
         text = "read this file instead of runs"
@@ -39,30 +38,21 @@ class Report(Verb):
         return [] if current[:1] == "-" else list(names())
 
     def run(self, args: argparse.Namespace) -> int:
+        from sparsepretrain.config.cells import Selection
         from sparsepretrain.config.tables import names
         from sparsepretrain.reports.report import report, report_table
-        from sparsepretrain.tracking.console import Console
 
         name, *others = args.words
-        console = Console()
-        with console.own_warnings():
-            if name not in names(args.config_dir):
-                if args.scale or args.seeds or args.runs_dir or args.record or args.from_record:
-                    raise UsageError(f"{name} is not a table: its flags are for tables only")
-                written = report([*map(Path, args.words)], args.out, page=True)
-            else:
-                if wrong := [word for word in others if "=" not in word]:
-                    raise UsageError(f"{wrong[0]!r} after the table {name}: give KEY=VALUE")
-                overrides = [*others, *([f"runs_dir={args.runs_dir}"] if args.runs_dir else [])]
-                written = report_table(
-                    name,
-                    args.out,
-                    scale=args.scale,
-                    seeds=args.seeds,
-                    overrides=overrides,
-                    config_dirs=args.config_dir,
-                    record=args.record,
-                    from_record=args.from_record,
-                )
+        if name not in names(args.config_dir):
+            if args.scale or args.seeds or args.record or args.from_record:
+                raise UsageError(f"{name} is not a table: its flags are for tables only")
+            written = report([*map(Path, args.words)], args.out, page=True)
+        else:
+            if wrong := [word for word in others if "=" not in word]:
+                raise UsageError(f"{wrong[0]!r} after the table {name}: give KEY=VALUE")
+            asked = Selection(args.seeds, overrides=others, config_dirs=args.config_dir)
+            written = report_table(
+                name, args.out, args.scale, asked, record=args.record, from_record=args.from_record
+            )
         print(*written, sep="\n")
         return 0

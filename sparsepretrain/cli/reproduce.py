@@ -10,7 +10,7 @@ from sparsepretrain.cli._verb import ConfiguredVerb, UsageError, integer_from, s
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
-    from sparsepretrain.studies.reproduce import Part
+    from sparsepretrain.config.cells import Part
 
 DESCRIPTION = """\
 Run a table of a paper: every cell with every seed, each an ordinary run in
@@ -45,21 +45,20 @@ class StudyVerb(ConfiguredVerb):
         from sparsepretrain.tracking.console import Console
 
         console = Console()
-        given = (args.stop_after, args.config_dir, console)
         if args.dry_run:
-            overview.show_plan(reproduce.check(found, *given, prepared=False), *given)
+            overview.show_plan(reproduce.check(found, console, prepared=False), console)
             return 0
         # commands may be for another machine: no check, only lines are printed
         if args.commands:
-            print(*reproduce.commands(found, args.stop_after, args.config_dir), sep="\n")
+            print(*reproduce.commands(found), sep="\n")
             return 0
-        found = reproduce.check(found, *given)
+        found = reproduce.check(found, console)
         if args.slurm is not None:
-            for line in reproduce.submit(found, args.stop_after, args.config_dir, args.slurm):
+            for line in reproduce.submit(found, args.slurm):
                 console.info(line)
             return 0
         try:
-            reproduce.run_parts(found, *given, jobs=args.jobs)
+            reproduce.run_parts(found, console, jobs=args.jobs)
         finally:
             if report:
                 console.info(f"sparsepretrain report {report}")
@@ -92,7 +91,7 @@ class Reproduce(StudyVerb):
         return [*(() if set(before) & set(found) else found), *super().words(before, current)]
 
     def run(self, args: argparse.Namespace) -> int:
-        from sparsepretrain.config.cells import seeds_text
+        from sparsepretrain.config.cells import Selection, seeds_text
         from sparsepretrain.config.compose import shell_line
         from sparsepretrain.studies import overview, reproduce
         from sparsepretrain.tracking.console import Console
@@ -102,19 +101,9 @@ class Reproduce(StudyVerb):
             return 0
         if args.table is None or "=" in args.table:
             raise UsageError("the table comes first: `sparsepretrain reproduce --list` shows them")
-
-        def parts() -> list[Part]:
-            found = reproduce.parts(
-                args.table,
-                scale=args.scale,
-                seeds=args.seeds,
-                only=args.only,
-                overrides=args.overrides,
-                config_dirs=args.config_dir,
-            )
-            return [part for part in found if part.cells or part.table.bench]
-
-        found = parts()
+        asked = Selection(args.seeds, args.only, args.overrides, args.config_dir)
+        given = (args.table, args.scale, asked, args.stop_after)
+        found = reproduce.parts(*given)
         for part in found:
             for command in part.table.bench:
                 print(f"{part.name} is measured from a checkout, on a GPU: {command}")
@@ -130,7 +119,8 @@ class Reproduce(StudyVerb):
             )
         elif tuning:
             self.start(args, tuning, "")
-            found = [part for part in parts() if part.cells and not part.is_tuning]
+            parts = reproduce.parts(*given)
+            found = [part for part in parts if part.cells and not part.is_tuning]
         return self.start(args, found, report) if found else 0
 
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 from sparsepretrain.cli._verb import UsageError, integer_from
 from sparsepretrain.cli.reproduce import StudyVerb
 from sparsepretrain.registry import register
-
-if TYPE_CHECKING:
-    from sparsepretrain.studies.sweep import Axes
 
 DESCRIPTION = """\
 Train every combination of values: sparsity=ste,srste seed=0..4 optim.lr=1e-3,2e-3. Values are
@@ -40,38 +36,31 @@ class Sweep(StudyVerb):
         parser.add_argument("--maximize", action="store_true", help=text)
 
     def run(self, args: argparse.Namespace) -> int:
+        from sparsepretrain.config.compose import shell_line
         from sparsepretrain.errors import ConfigError
         from sparsepretrain.files import is_plain_name
-        from sparsepretrain.studies import sweep
+        from sparsepretrain.studies import overview, reproduce, sweep
+        from sparsepretrain.tracking.console import Console
 
         if not is_plain_name(args.name):
             raise ConfigError(f"--name must be a plain directory name, got {args.name!r}")
         axes = sweep.read_axes(args.overrides, args.config_dir, search=args.search is not None)
         if args.search is None:
-            found = sweep.part(args.name, axes, args.config_dir)
+            found = axes.part(args.name, args.stop_after, args.config_dir)
             return self.start(args, [found], sweep.report_words(found))
         if args.commands or args.slurm:
             raise UsageError("--commands and --slurm do not work with --search")
-        return _search(args, axes)
-
-
-def _search(args: argparse.Namespace, axes: Axes) -> int:
-    from sparsepretrain.config.compose import shell_line
-    from sparsepretrain.studies import overview, reproduce, sweep
-    from sparsepretrain.tracking.console import Console
-
-    console = Console()
-    first = sweep.part(args.name, axes, args.config_dir, search=True)
-    ranges = [f"{key} in {limits}" for key, limits in axes.ranges.items()]
-    ranges += [f"{key} of {', '.join(values)}" for key, values in axes.values.items()]
-    given = (args.stop_after, args.config_dir, console)
-    if args.dry_run:
-        overview.show_plan(reproduce.check([first], *given, prepared=False), *given)
-        console.info(f"search: {args.search} trials like this, {'; '.join(ranges)}")
+        console = Console()
+        first = axes.first().part(args.name, args.stop_after, args.config_dir)
+        ranges = [f"{key} in {limits}" for key, limits in axes.ranges.items()]
+        ranges += [f"{key} of {', '.join(values)}" for key, values in axes.values.items()]
+        if args.dry_run:
+            overview.show_plan(reproduce.check([first], console, prepared=False), console)
+            console.info(f"search: {args.search} trials like this, {'; '.join(ranges)}")
+            return 0
+        (first,) = reproduce.check([first], console)
+        search = sweep.Search(first, axes, args.search, args.metric, args.maximize)
+        command = search.run(console, jobs=args.jobs)
+        console.info(f"to train with the best values:\n{command}")
+        console.info(f"sparsepretrain report {shell_line([first.cells[0].run.runs_dir])}")
         return 0
-    (first,) = reproduce.check([first], *given)
-    wanted = (args.search, args.metric, args.maximize, args.stop_after, args.config_dir)
-    command = sweep.Search(args.name, axes, *wanted).run(console, jobs=args.jobs)
-    console.info(f"to train with the best values:\n{command}")
-    console.info(f"sparsepretrain report {shell_line([first.cells[0].run.runs_dir])}")
-    return 0

@@ -74,15 +74,50 @@ class Cell:
         return f"{self.name}, seed {self.seed}"
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Selected runs of a table or a sweep."""
+
+    name: str
+    table: Table
+    scale: Scale | None
+    """None: a sweep, or a table that a script of ``benchmarks/`` measures."""
+    cells: list[Cell]
+    stop_after: int | None = None
+    """Step after which every run ends early, or None."""
+    config_dirs: Sequence[Path] = ()
+    """See :func:`validate.load`."""
+    is_tuning: bool = False
+    """True: the cells choose the setting of each row; a diverged one is a result, the worst."""
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Stages that follow the training of each cell."""
+        if self.scale is None or self.is_tuning:
+            return []
+        return self.table.scales[self.scale].stages
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Runs of a table that a command asks for."""
+
+    seeds: Seeds = None
+    """The seeds, or their number from ``table.first_seed`` on; None: those of the scale."""
+    only: str = "*"
+    """Glob of rows or of ``row @ column``."""
+    overrides: Sequence[str] = ()
+    """Further overrides of all cells, with the highest precedence."""
+    config_dirs: Sequence[Path] = ()
+    """See :func:`validate.load`."""
+
+
 def cells(
     name: str,
     table: Table,
     scale: Scale,
+    asked: Selection,
     *,
-    seeds: Seeds = None,
-    only: str = "*",
-    overrides: Sequence[str] = (),
-    config_dirs: Sequence[Path] = (),
     matched: Mapping[str, Sequence[str]] | None = None,
     settings: Mapping[str, str] | None = None,
 ) -> list[Cell]:
@@ -91,21 +126,17 @@ def cells(
     Run directories are ``<runs_dir>/<name>/<row>[--<column>]/<hash>-s<seed>``.
 
     Args:
-        seeds: the seeds, or their number from ``table.first_seed`` on; None: those of the scale.
-        only: glob of rows or of ``row @ column``.
-        overrides: further overrides of all cells, with the highest precedence.
-        config_dirs: see :func:`validate.load`.
         matched: row -> overrides that give it the cost of another row, see ``table.match``.
         settings: row -> tuned setting; rows without one are left out. None: nothing is tuned.
     """
-    wanted = cell_overrides(name, table, scale, only, overrides, matched)
+    wanted = cell_overrides(name, table, scale, asked, matched)
     if settings is not None:
         wanted = {
             at: [*words, *settings[at[0]].split()]
             for at, words in wanted.items()
             if at[0] in settings
         }
-    size = table.scales[scale]
+    size, seeds = table.scales[scale], asked.seeds
     if seeds is None or isinstance(seeds, int):
         seeds = range(table.first_seed, table.first_seed + (seeds or size.seeds))
     if size.tune is not None and (both := sorted({*seeds} & {*size.tune.seeds})):
@@ -113,7 +144,7 @@ def cells(
             f"seeds: expected seeds that tune no row of {name}, got {both}. "
             "Choose others with --seeds"
         )
-    return grid(name, wanted, seeds, config_dirs)
+    return grid(name, wanted, seeds, asked.config_dirs)
 
 
 def tuning_cells(
@@ -121,46 +152,40 @@ def tuning_cells(
     table: Table,
     scale: Scale,
     tune: Tune,
-    *,
-    only: str = "*",
-    overrides: Sequence[str] = (),
-    config_dirs: Sequence[Path] = (),
-    matched: Mapping[str, Sequence[str]] | None = None,
+    asked: Selection,
+    matched: Mapping[str, Sequence[str]] | None,
 ) -> list[Cell]:
-    """Return the runs that choose the setting of each row, which is the column of its cell.
-
-    The arguments are those of :func:`cells`.
-    """
-    wanted = cell_overrides(name, table, scale, only, overrides, matched)
-    if tuned := [word for word in overrides if word.lstrip("+").partition("=")[0] in tune.keys]:
-        raise ConfigError(f"{tuned[0]}: {name} tunes this key itself")
+    """Return the runs that choose the setting of each row, which is the column of its cell."""
+    wanted = cell_overrides(name, table, scale, asked, matched)
     tried = {
         (row, setting): [*words, *setting.split()]
         for (row, _), words in wanted.items()
         for setting in tune.settings(row)
     }
-    return grid(name, tried, tune.seeds, config_dirs)
+    keys = {word.partition("=")[0] for _, setting in tried for word in setting.split()}
+    if tuned := [word for word in asked.overrides if word.lstrip("+").partition("=")[0] in keys]:
+        raise ConfigError(f"{tuned[0]}: {name} tunes this key itself")
+    return grid(name, tried, tune.seeds, asked.config_dirs)
 
 
 def cell_overrides(
     name: str,
     table: Table,
     scale: Scale,
-    only: str,
-    overrides: Sequence[str],
+    asked: Selection,
     matched: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[tuple[str, str], list[str]]:
-    """Return (row, column) -> overrides of the cells that match ``only``."""
+    """Return (row, column) -> overrides of the cells that match ``asked.only``."""
     if scale not in table.scales:
         has = ", ".join(table.scales) or "none: a script of benchmarks/ measures the table"
         raise ConfigError(f"table {name} has no scale {scale!r}; its scales: {has}")
     size = table.scales[scale]
     # with `seed=` in the overrides, all seeds of a cell would be one run
-    if any(word.partition("=")[0].lstrip("+") in ("seed", "name") for word in overrides):
+    if any(word.partition("=")[0].lstrip("+") in ("seed", "name") for word in asked.overrides):
         raise ConfigError("seed and name belong to the table: use --seeds")
-    kinds = [word.partition("=")[2] for word in overrides if word.startswith("match=")]
+    kinds = [word.partition("=")[2] for word in asked.overrides if word.startswith("match=")]
     rows = _compared(name, table, kinds[-1]) if kinds else [*table.rows]
-    overrides = [word for word in overrides if not word.startswith("match=")]
+    overrides = [word for word in asked.overrides if not word.startswith("match=")]
     known = [(r, column) for r, column, why in table_cells(table, scale) if not why and r in rows]
     wanted = {
         (r, c): [
@@ -169,11 +194,11 @@ def cell_overrides(
             *[*table.rows[r], *size.rows.get(r, ()), *overrides, *(matched or {}).get(r, ())],
         ]
         for r, c in known
-        if fnmatchcase(r, only) or fnmatchcase(cell_name(r, c), only)
+        if fnmatchcase(r, asked.only) or fnmatchcase(cell_name(r, c), asked.only)
     }
     if not wanted:
-        near = suggestion(only, [cell_name(*at) for at in known])
-        raise ConfigError(f"no cell of {name} is {only!r}{near}")
+        near = suggestion(asked.only, [cell_name(*at) for at in known])
+        raise ConfigError(f"no cell of {name} is {asked.only!r}{near}")
     return wanted
 
 

@@ -51,7 +51,7 @@ def identity(config: Config) -> str:
 
 
 def hash_of(text: str) -> str:
-    """Return the identity of an :func:`experiment`."""
+    """Return eight hexadecimal digits: of an :func:`experiment`, its identity."""
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 

@@ -84,9 +84,10 @@ class SinglePrecision:
 
 
 @dataclass(slots=True, kw_only=True)
-class LossScaling:
-    """Dynamic loss scaling, without which small gradients vanish in fp16."""
+class ScaledPrecision:
+    """fp16 with dynamic loss scaling, without which small gradients vanish."""
 
+    name: Literal["fp16"]
     init_scale: Annotated[float, "> 0"]
     """First loss scale."""
     growth_interval: Annotated[int, "> 0"]
@@ -94,20 +95,13 @@ class LossScaling:
 
 
 @dataclass(slots=True, kw_only=True)
-class ScaledPrecision(LossScaling):
-    """fp16 with dynamic loss scaling."""
-
-    name: Literal["fp16"]
-
-
-@dataclass(slots=True, kw_only=True)
-class SimulatedFP8(LossScaling):
+class SimulatedFP8(ScaledPrecision):
     """Simulated fp8 matmuls in the layers of ``sparsity.targets`` (S-STE section 5).
 
     The loss is scaled with ``dtype=fp16`` only.
     """
 
-    name: Literal["fp8_sim"]
+    name: Literal["fp8_sim"]  # type: ignore[assignment]
     recipe: Literal["hybrid", "reference", "e4m3"]
     """Operands of the backward matmuls: e5m2 gradient × e4m3, both e5m2 (authors' code) or both
     e4m3."""

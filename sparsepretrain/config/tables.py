@@ -107,12 +107,6 @@ class Tune:
             values[key] = [f"{key}={value}" for value in re.split(r",(?![^\[]*\])", text)]
         return [" ".join(chosen) for chosen in product(*values.values())]
 
-    @property
-    def keys(self) -> set[str]:
-        """Keys that any row tunes."""
-        words = [*self.grid, *chain.from_iterable(self.rows.values())]
-        return {word.partition("=")[0] for word in words}
-
     def problems(self) -> Problems:
         if not self.seeds:
             yield "seeds", "must have at least one seed"
@@ -330,8 +324,6 @@ def at_scale(table: Table, scale: Scale) -> Table:
     Published numbers, settings and limits of the paper's runs are shown at paper scale only. Other
     scales rename rows and columns; the configurations of their runs hold their settings.
     """
-    if scale not in table.scales:
-        return table
     size, labels = table.scales[scale], table.scales[scale].labels
     notes = [*table.notes, *size.notes]
     if scale == "paper":
@@ -348,11 +340,9 @@ def at_scale(table: Table, scale: Scale) -> Table:
 
     run_columns = {column for _, column, why in table_cells(table, scale) if not why}
 
-    def terms(claim: Claim) -> list[str]:
-        return [t for term in claim.of for t in ([term] if isinstance(term, str) else term)]
-
     def is_shown(claim: Claim) -> bool:
-        columns = {term.partition(" @ ")[2] for term in terms(claim)}
+        terms = ([term] if isinstance(term, str) else term for term in claim.of)
+        columns = {name.partition(" @ ")[2] for name in chain.from_iterable(terms)}
         return columns - {""} <= run_columns
 
     claims = [

@@ -115,9 +115,13 @@ class Difference:
         return f"{self.label} = {self.mean:+.3g}{spread}, n = {self.n}"
 
 
-def minus(values: Values, first: str, second: str) -> Difference:
-    """Return one cell minus another, over common seeds."""
-    return _Series(first, "", values.get(first, {})) - _Series(second, "", values.get(second, {}))
+def difference(values: Values, row: str, column: str, baseline: str | None) -> Difference:
+    """Return a cell minus the baseline in its column, over common seeds; None: the cell itself."""
+    at = cell_name(row, column)
+    if baseline is None:
+        return Difference(at, [*values.get(at, {}).values()])
+    base = cell_name(baseline, column)
+    return _Series(at, "", values.get(at, {})) - _Series(base, "", values.get(base, {}))
 
 
 @dataclass(frozen=True, slots=True)

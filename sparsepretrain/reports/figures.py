@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
-from sparsepretrain.config.tables import Metric, Table, cell_name
+from sparsepretrain.config.tables import Metric, Table
 from sparsepretrain.reports import plots
-from sparsepretrain.reports.claims import Difference, Values, minus
+from sparsepretrain.reports.claims import Difference, difference
 from sparsepretrain.reports.plots import line_style
 from sparsepretrain.reports.results import TableResults
 from sparsepretrain.reports.runs import Curve, Paired, RunData, smooth
@@ -122,7 +122,7 @@ def of_table(results: TableResults, table: Table) -> dict[str, tuple[Figure, str
             " @ ".join(filter(None, (_label(table.metrics[key], table), column))): {
                 row: d
                 for row in table.rows
-                if row != baseline and (d := _of(values[key], row, column, baseline)).n
+                if row != baseline and (d := difference(values[key], row, column, baseline)).n
             }
             for key in ([*table.metrics][:PANELS] if columns == [""] else [first])
             for column in columns
@@ -138,7 +138,7 @@ def ranked_figure(results: TableResults, table: Table) -> Figure | None:
     """Draw the first metric of each row with its interval, ranked; 2:4 matmuls at the right."""
     key, metric = next(iter(table.metrics.items()))
     values, cost = results.compared(key, table), results.costs(table.baseline)
-    rows = {row: _of(values, row, "", table.baseline) for row in table.rows if row in values}
+    rows = {r: difference(values, r, "", table.baseline) for r in table.rows if r in values}
     rows.pop(table.baseline or "", None)
     if not rows:
         return None
@@ -170,7 +170,7 @@ def cost_figure(results: TableResults, table: Table) -> Figure | None:
     if len(short) < 2:
         return None
     figure, axes = plots.new_figure((7.5, 4.4))
-    points = {row: _of(values, row, "", base) for row in cost if row != base}
+    points = {row: difference(values, row, "", base) for row in cost if row != base}
     points[base] = Difference(base, [0.0])
     for row, d in points.items():
         flops = cost[row][1]
@@ -206,13 +206,6 @@ def _label(metric: Metric, table: Table, name: str = "") -> str:
     if metric.percent_of:
         return f"{name}, % above that of {metric.percent_of}"
     return f"{name} minus that of {table.baseline}" if table.baseline else name
-
-
-def _of(values: Values, row: str, column: str, baseline: str | None) -> Difference:
-    at = cell_name(row, column)
-    if baseline is None:
-        return Difference(at, [*values.get(at, {}).values()])
-    return minus(values, at, cell_name(baseline, column))
 
 
 def _pairs(results: TableResults, table: Table, column: str, baseline: str) -> Pairs:
@@ -331,7 +324,7 @@ def axis_figure(results: TableResults, table: Table) -> Figure | None:
     for key, metric in table.metrics.items():
         values = results.compared(key, table)
         lines = {
-            row: [_of(values, row, column, baseline) for column in columns]
+            row: [difference(values, row, column, baseline) for column in columns]
             for row in rows
             if row != baseline
         }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from sparsepretrain.config.cells import cell_overrides
+from sparsepretrain.config.cells import Selection, cell_overrides
 from sparsepretrain.config.schema import Run
 from sparsepretrain.config.tables import Match, Scale, Table
 from sparsepretrain.config.validate import load
@@ -19,22 +20,15 @@ TOLERANCE = 0.005
 """Largest relative difference between parameters that count as equal."""
 
 
-def matched(
-    name: str,
-    table: Table,
-    scale: Scale,
-    overrides: Sequence[str] = (),
-    config_dirs: Sequence[Path] = (),
-) -> dict[str, list[str]]:
+def matched(name: str, table: Table, scale: Scale, asked: Selection) -> dict[str, list[str]]:
     """Return row -> overrides that give it the cost of another row, for all of ``table.match``.
 
-    The arguments are those of :func:`cells.cells`. A tuned option of the other row is at its
-    default.
+    A tuned option of the other row is at its default.
 
     Raises:
         ConfigError: nothing gives the row this cost.
     """
-    words = cell_overrides(name, table, scale, "*", overrides)
+    words = cell_overrides(name, table, scale, dataclasses.replace(asked, only="*"))
     costs: dict[str, tuple[Run, Cost]] = {}
     found = {}
     for row, match in table.match.items():
@@ -44,9 +38,9 @@ def matched(
             if (match.to, "") not in words:
                 raise ConfigError(f"match.to: {match.to!r} does not run at scale {scale}")
             if match.to not in costs:
-                other = resolve_steps(load(words[match.to, ""], config_dirs))
+                other = resolve_steps(load(words[match.to, ""], asked.config_dirs))
                 costs[match.to] = other, run_cost(other)
-            found[row] = _equal(match, *costs[match.to], words[row, ""], config_dirs)
+            found[row] = _equal(match, *costs[match.to], words[row, ""], asked.config_dirs)
         except ConfigError as error:
             raise ConfigError([f"{row}: {message}" for message in error.messages]) from error
     return found

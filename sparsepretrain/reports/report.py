@@ -8,14 +8,13 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 
-from sparsepretrain.config.cells import Seeds
+from sparsepretrain.config.cells import Selection
 from sparsepretrain.config.tables import Scale, load_table
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.files import write_atomic
@@ -32,7 +31,7 @@ from sparsepretrain.reports.runs import (
     pair,
     uneven_validation,
 )
-from sparsepretrain.reports.table import render
+from sparsepretrain.reports.table import Page, render
 from sparsepretrain.runs.directory import RunDirectory, find_runs
 from sparsepretrain.tracking.console import clock, count
 
@@ -69,21 +68,19 @@ def report(runs: Sequence[Path], out: Path | None = None, *, page: bool = False)
 
 def report_table(
     name: str,
-    out: Path | None = None,
+    out: Path | None,
+    scale: Scale | None,
+    asked: Selection,
     *,
-    scale: Scale | None = None,
-    seeds: Seeds = None,
-    overrides: Sequence[str] = (),
-    config_dirs: Sequence[Path] = (),
-    record: bool = False,
-    from_record: bool = False,
+    record: bool,
+    from_record: bool,
 ) -> list[Path]:
     """Write the page of a table as ``<name>.md`` and ``<name>.html``, and its ``<name>-*.png``.
 
     Args:
         name: name of the table.
         out: directory to write to; None: ``reports/<name>``.
-        scale, seeds, overrides, config_dirs: selection of runs, see :func:`results.collect`.
+        scale, asked: selection of runs, see :func:`results.collect`.
         record: also write ``records/<name>.json.gz``, from which the page can be rewritten.
         from_record: read that file instead of runs.
     """
@@ -92,18 +89,16 @@ def report_table(
     if from_record:
         results = read_record(file)
     else:
-        results = collect(
-            name, scale=scale, seeds=seeds, overrides=overrides, config_dirs=config_dirs
-        )
+        results = collect(name, scale, asked)
         parts = list(results.all())
         if not any(part.cells for part in parts) and any(part.scale for part in parts):
             raise ConfigError(
                 f"no run of {name} matches: run `sparsepretrain reproduce {name}`, or give "
                 "the --scale and KEY=VALUE of that command"
             )
-    tables = {part.name: load_table(part.name, config_dirs) for part in [results, *results.all()]}
-    page = render(results, tables)
-    written = _write(out, page.figures, page.lines, f"{name}.md", page=True)
+    names = [results.name, *(part.name for part in results.all())]
+    tables = {own: load_table(own, asked.config_dirs) for own in names}
+    written = _write(out, render(results, tables), f"{name}.md", page=True)
     if record:
         write_record(results, file)
     return written
@@ -128,7 +123,7 @@ def _one(run: RunData, out: Path, *, page: bool) -> list[Path]:
         *(run.config_text.rstrip() or "# config.yaml is missing", "```", ""),
         *("## Environment", "", "```json", environment, "```"),
     ]
-    return _write(out, figures, lines, page=page)
+    return _write(out, Page(lines, figures), page=page)
 
 
 def _several(runs: list[RunData], names: list[str], out: Path, page: bool) -> list[Path]:
@@ -173,7 +168,7 @@ def _several(runs: list[RunData], names: list[str], out: Path, page: bool) -> li
         path = Path(os.path.relpath(run.path, out)).as_posix()
         where.append((name, f"`{path}`", *(f"`{value}`" if value else "–" for value in origin)))
     lines += markdown_table(("run", "directory", "command", "commit"), where)
-    return _write(out, figures, lines, page=page)
+    return _write(out, Page(lines, figures), page=page)
 
 
 def _descent(groups: probes.Groups) -> list[str]:
@@ -235,27 +230,19 @@ def _compared(run: RunData, partner: RunData | None) -> str:
     return f"{value:+.4f}" if same else f"{value:+.4f} (step {step})"
 
 
-def _write(
-    out: Path,
-    figures: dict[str, Figure],
-    lines: Iterable[str],
-    name: str | None = None,
-    *,
-    page: bool,
-) -> list[Path]:
+def _write(out: Path, made: Page, name: str | None = None, *, page: bool) -> list[Path]:
     """Write pictures, Markdown (returned last) and the HTML page."""
-    text = "\n".join(lines).rstrip() + "\n"
     file = out / name if name else RunDirectory(out).report_file
-    written = [*map(out.joinpath, figures)]
+    written = [*map(out.joinpath, made.figures)]
     try:
         for path in [*written, file]:
             path.parent.mkdir(parents=True, exist_ok=True)
-        for picture, figure in figures.items():
+        for picture, figure in made.figures.items():
             figure.savefig(out / picture)
-        write_atomic(file, text)
+        write_atomic(file, made.markdown)
         if page:
             written.append(file.with_suffix(".html"))
-            write_atomic(written[-1], html_page(text, figures))
+            write_atomic(written[-1], html_page(made.markdown, made.figures))
     except OSError as error:
         where = f"{error.filename}: {error.strerror}"
         raise ConfigError(f"cannot write the report: {where}; choose another --out") from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gzip
-import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sparsepretrain.config import freeze, strict
-from sparsepretrain.config.cells import Cell, Seeds, cells, tuning_cells, word
+from sparsepretrain.config.cells import Cell, Selection, cells, tuning_cells, word
 from sparsepretrain.config.compose import shell_line
 from sparsepretrain.config.tables import Metric, Scale, Size, Stage, Table, cell_name, load_table
 from sparsepretrain.config.validate import validate
@@ -181,44 +180,23 @@ class TableResults:
             yield from part.all()
 
 
-def collect(
-    name: str,
-    *,
-    scale: Scale | None = None,
-    seeds: Seeds = None,
-    overrides: Sequence[str] = (),
-    config_dirs: Sequence[Path] = (),
-) -> TableResults:
+def collect(name: str, scale: Scale | None, asked: Selection) -> TableResults:
     """Read the runs of a table, failed and missing runs included, except seeds without any run.
 
-    The arguments are those of :func:`cells.cells`; ``scale`` None: nano if the table has it.
+    ``scale`` None: nano if the table has it.
     """
-    table = load_table(name, config_dirs)
-    kept = [override for override in overrides if not override.startswith("runs_dir=")]
+    table = load_table(name, asked.config_dirs)
+    kept = [override for override in asked.overrides if not override.startswith("runs_dir=")]
     result = TableResults(name=name, overrides=kept)
-    asked: dict[str, Any] = {"seeds": seeds, "overrides": overrides, "config_dirs": config_dirs}
     if table.parts:
-        result.parts = [collect(part, scale=scale, **asked) for part in table.parts]
+        result.parts = [collect(part, scale, asked) for part in table.parts]
     elif table.scales:
         result.scale = scale or ("nano" if "nano" in table.scales else "paper")
-        settings, equal = None, None
-        if table.match:
-            from sparsepretrain.reports.matching import matched
-
-            equal = matched(name, table, result.scale, overrides, config_dirs)
-        tune = table.scales[result.scale].tune if result.scale in table.scales else None
-        if tune is not None:
-            given: dict[str, Any] = {"overrides": overrides, "config_dirs": config_dirs}
-            tried = tuning_cells(name, table, result.scale, tune, matched=equal, **given)
-            result.tuning = trials(tried, table, result.scale)
-            settings = chosen(result.tuning, table)
-        found = [
-            _collect(cell, table, result.scale)
-            for cell in cells(name, table, result.scale, matched=equal, settings=settings, **asked)
-        ]
+        _, result.tuning, wanted = selected(name, table, result.scale, asked)
+        found = [_collect(cell, table, result.scale) for cell in wanted]
         begun = {cell.seed for cell, _ in found if cell.state != "missing"}
         result.cells = [cell for cell, _ in found if cell.seed in begun]
-        if tune is not None or table.match:
+        if result.tuning or table.match:
             from sparsepretrain.training.cost import run_cost
 
             for cell, data in found:
@@ -233,6 +211,27 @@ def collect(
         result.configs = {key: freeze.experiment(configs[key]) for key in sorted(configs)}
         result.unit = next((run.unit for _, run in found if run is not None), "tokens")
     return result
+
+
+def selected(
+    name: str, table: Table, scale: Scale, asked: Selection
+) -> tuple[list[Cell], list[CellResult], list[Cell]]:
+    """Return the runs that tune rows, their results, and the runs of a table.
+
+    Rows with unfinished tuning runs have no other runs.
+    """
+    equal = None
+    if table.match:
+        from sparsepretrain.reports.matching import matched
+
+        equal = matched(name, table, scale, asked)
+    tune = table.scales[scale].tune if scale in table.scales else None
+    if tune is None:
+        return [], [], cells(name, table, scale, asked, matched=equal)
+    tried = tuning_cells(name, table, scale, tune, asked, equal)
+    tuning = trials(tried, table, scale)
+    settings = chosen(tuning, table)
+    return tried, tuning, cells(name, table, scale, asked, matched=equal, settings=settings)
 
 
 def trials(tried: Sequence[Cell], table: Table, scale: Scale) -> list[CellResult]:
@@ -297,7 +296,8 @@ def _collect(cell: Cell, table: Table, scale: Scale) -> tuple[CellResult, RunDat
         command=shell_line(["sparsepretrain", "train", *words]),
         config=freeze.identity(run),
         settings={
-            name: _digest({key: plain[key] for key in keys}) for name, keys in SHARED.items()
+            name: freeze.hash_of(json.dumps({key: plain[key] for key in keys}, sort_keys=True))
+            for name, keys in SHARED.items()
         },
     )
     data = None
@@ -404,10 +404,6 @@ def read_record(file: Path) -> TableResults:
         return strict.build(TableResults, parse_json(text, dict))
     except (OSError, EOFError, ValueError, ConfigError) as error:
         raise DataError(f"{file} is not a record of a table: {one_line(error)}") from error
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _drop_empty(value: Any) -> Any:

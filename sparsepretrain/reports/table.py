@@ -235,15 +235,15 @@ def _numbers(results: TableResults, table: Table, key: str) -> list[str]:
     baseline = table.baseline
     header = [table.row_label, *([table.column_label or "column"] if table.columns else [])]
     header += ["published"] * bool(sources) + ["measured", "n"]
-    percent_of = metric.percent_of
-    if percent_of or baseline:
-        header.append(f"% above {percent_of}" if percent_of else f"minus {baseline}")
+    reference = metric.percent_of or baseline
+    if reference:
+        header.append(f"% above {reference}" if metric.percent_of else f"minus {reference}")
     costs = results.costs(baseline) if key == next(iter(table.metrics)) else {}
     header += ["2:4 matmuls per layer", "FLOPs, %"] * bool(costs)
     rows, empty = [], False
     for row, column, why in table_cells(table, scale):
         at = cell_name(row, column)
-        own = Difference(at, list(values.get(at, {}).values()))
+        own = claims.difference(values, row, column, None)
         line = [row, *([column] if table.columns else [])]
         if sources:
             texts = [_published(s, metric, row, column, own, scale) for s in sources]
@@ -252,12 +252,10 @@ def _numbers(results: TableResults, table: Table, key: str) -> list[str]:
         total = sum(cell.name == at for cell in results.cells)
         line += [_mean(own, digits) if own.n else f"not run: {why}" if why else "–"]
         line += [f"{own.n} of {total}" if total else "0"]
-        if percent_of:
-            percents = Difference(at, list(compared.get(at, {}).values()))
-            line.append("–" if percent_of in (row, at) else _mean(percents, 1, "+"))
-        elif baseline:
-            difference = claims.minus(compared, at, cell_name(baseline, column))
-            line.append("–" if row == baseline else _mean(difference, digits, "+"))
+        if reference:
+            difference = claims.difference(compared, row, column, baseline)
+            text = _mean(difference, 1 if metric.percent_of else digits, "+")
+            line.append("–" if reference in (row, at) else text)
         if costs:
             matmuls, flops = costs.get(at, (math.nan, math.nan))
             line += ["–", "–"] if math.isnan(flops) else [f"{matmuls:.2g}", f"{flops:.0f}"]
@@ -397,13 +395,12 @@ def _power(
     if not values:
         return ""
     if table.baseline:
-        pairs = [
-            (cell_name(row, column), cell_name(table.baseline, column))
+        differences = [
+            claims.difference(values, row, column, table.baseline)
             for row in table.rows
             for column in table.columns or [""]
             if row != table.baseline
         ]
-        differences = [claims.minus(values, a, b) for a, b in pairs]
     else:
         judged = [ruling for claim, ruling in rulings if (claim.metric or first) == key]
         differences = [d for ruling in judged for d in ruling.differences]

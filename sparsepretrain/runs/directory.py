@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 from sparsepretrain.config import freeze
 from sparsepretrain.config.schema import Run
@@ -289,13 +289,9 @@ class RunDirectory:
 
     def nothing_to_do(self, run: Run, end: int) -> str:
         """Return the line that is printed if the run has already reached step ``end``."""
-        how_far = f"{end} steps" if end >= run.steps else f"step {end} of {run.steps}"
-        return f"{self} is {state_at(end, run.steps)} ({how_far}): nothing to do"
-
-
-def state_at(end: int, steps: int) -> Literal["finished", "partial"]:
-    """Return the state of a run of ``steps`` steps that ended after step ``end``."""
-    return "finished" if end >= steps else "partial"
+        partial = f"partial (step {end} of {run.steps})"
+        state = f"finished ({end} steps)" if end >= run.steps else partial
+        return f"{self} is {state}: nothing to do"
 
 
 def find_runs(paths: Sequence[Path]) -> list[RunDirectory]:

@@ -16,7 +16,6 @@ from sparsepretrain.sparsity.method import title
 from sparsepretrain.sparsity.model_state import ModelState
 from sparsepretrain.sparsity.operand_table import Row
 from sparsepretrain.sparsity.products import MATMUL_OF, MATMULS
-from sparsepretrain.text import in_columns
 
 SHOWN = 4
 """Maximum number of other dense weights that a report names."""
@@ -84,7 +83,7 @@ class Coverage:
                 getattr(layer, k) + " (sparse)" * m for k, m in zip(MATMULS, marked, strict=True)
             ]
             cells.append([layer.name, " × ".join(map(str, size)), *texts])
-        lines = in_columns([*rows, *collapsed(cells)])
+        lines = _in_columns([*rows, *collapsed(cells)])
         share = self.sparse_parameters / max(self.total_parameters, 1)
         lines.append(
             f"{self.title}: {len(self.layers)} layers, {self.sparse_parameters:,} "
@@ -109,6 +108,12 @@ class Coverage:
             dense = Counter(p for layer in self.layers for p in layer.emulated.items() if p[1])
             lines += [f"  emulated: {k} of {_layers(n)}: {why}" for (k, why), n in dense.items()]
         return "\n".join(lines)
+
+
+def _in_columns(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [[c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows]
+    return ["  ".join(cells).rstrip() for cells in aligned]
 
 
 def _layers(count: int) -> str:

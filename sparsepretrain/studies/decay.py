@@ -99,26 +99,18 @@ class DecaySearch:
 
     @property
     def cells(self) -> list[StudyCell]:
-        """The dense run, then a run per λ of the grid."""
-        return [self.reference(), *map(self.sparse, self.grid)]
-
-    def reference(self) -> StudyCell:
-        """Return the dense run: equal data, initial weights and mask rule."""
+        """The dense run with equal data, initial weights and mask rule, then a run per λ."""
         sparsity = self.run.plain["sparsity"]
-        chosen = {key: sparsity[key] for key in ("n", "m", "targets", "window")}
-        chosen |= {"name": "dense", "flip_rule": flip_rule(self._method()), "refresh": self.refresh}
-        return self._cell("dense", chosen)
-
-    def sparse(self, decay: float) -> StudyCell:
-        """Return the run with λ = ``decay``."""
-        return self._cell(f"λ = {decay:.3g}", self.run.plain["sparsity"] | {"decay": decay})
+        dense = {key: sparsity[key] for key in ("n", "m", "targets", "window")}
+        dense |= {"name": "dense", "flip_rule": flip_rule(self._method()), "refresh": self.refresh}
+        options = [("dense", dense)]
+        options += [(f"λ = {decay:.3g}", sparsity | {"decay": decay}) for decay in self.grid]
+        runs = [(label, validate(self._segment(own))) for label, own in options]
+        return [StudyCell(label, run, self.steps) for label, run in runs]
 
     def _method(self) -> Method:
         method: type[Method] = registry.get("method", self.run.sparsity.name)
         return method(self.run.sparsity, self.run.steps)
-
-    def _cell(self, label: str, sparsity: dict[str, Any]) -> StudyCell:
-        return StudyCell(label, validate(self._segment(sparsity)), self.steps)
 
     def _segment(self, sparsity: dict[str, Any]) -> dict[str, Any]:
         """Return the configuration of a segment: every flip recorded, no evaluation."""

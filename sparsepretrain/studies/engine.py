@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 from sparsepretrain.config import validate
 from sparsepretrain.config.schema import Run
-from sparsepretrain.errors import ConfigError, DivergedError, SparsePretrainError
+from sparsepretrain.errors import ConfigError, SparsePretrainError
 from sparsepretrain.runs import checkpoint, record
-from sparsepretrain.runs.directory import RunDirectory, state_at
+from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.studies.child import start_child
 from sparsepretrain.tracking.console import Console, clock, significant
 from sparsepretrain.training.signals import StopSignals
@@ -63,8 +63,6 @@ class StudyCell:
     """Equivalent words after ``sparsepretrain``; empty: the words of this process."""
     stage_of: tuple[RunDirectory, str] | None = None
     """Run and name of a stage, where its failure is recorded."""
-    may_diverge: bool = False
-    """True: a diverged run is a result and not a failure of the study."""
     then: Callable[[], Iterable[StudyCell]] = tuple
     """Cells that follow, requested once this one is finished."""
     state: Literal["waiting", "running", "finished", "partial", "stopped", "failed"] = "waiting"
@@ -92,17 +90,12 @@ class StudyCell:
     @property
     def goal(self) -> Literal["finished", "partial"]:
         """State after the last step, in the words of the reports."""
-        return state_at(self.end, self.run.steps)
+        return "finished" if self.end >= self.run.steps else "partial"
 
     @property
     def is_done(self) -> bool:
         """True if the cell reached its last step in this study or before."""
         return self.state in ("finished", "partial")
-
-    @property
-    def is_decided(self) -> bool:
-        """True if the cell is done, or diverged and may do so."""
-        return self.is_done or (self.may_diverge and self.exit_code == DivergedError.exit_code)
 
     @property
     def left(self) -> str:

@@ -6,18 +6,17 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from sparsepretrain.config.cells import Part
 from sparsepretrain.config.tables import Table, load_table, names, printed, table_cells
 from sparsepretrain.errors import ConfigError, SparsePretrainError
 from sparsepretrain.studies.engine import StudyCell
-from sparsepretrain.studies.reproduce import Part, to_run
+from sparsepretrain.studies.reproduce import to_run
 from sparsepretrain.tracking.console import Console, count
 
 
-def show_plan(
-    found: Sequence[Part], stop_after: int | None, config_dirs: Sequence[Path], console: Console
-) -> None:
+def show_plan(found: Sequence[Part], console: Console) -> None:
     """Print the cells of tables or a sweep with remaining work and costs."""
-    cells = to_run(found, stop_after, config_dirs, console)
+    cells = to_run(found, console)
     show_cells(" + ".join(part.name for part in found), cells, console)
     if following := [stage.name for part in found for stage in part.stages]:
         console.info(f"stages after each run: {', '.join(dict.fromkeys(following))}")

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from sparsepretrain.config.cells import Cell, Seeds, cells, stage_words, tuning_cells
+from sparsepretrain.config.cells import Cell, Part, Selection, stage_words
 from sparsepretrain.config.compose import shell_line
 from sparsepretrain.config.schema import Run
-from sparsepretrain.config.tables import Scale, Stage, Table, load_table
-from sparsepretrain.errors import ConfigError, DataError, SparsePretrainError, needs
-from sparsepretrain.reports.results import chosen, trials
+from sparsepretrain.config.tables import Scale, Table, load_table
+from sparsepretrain.errors import ConfigError, DataError, DivergedError, SparsePretrainError, needs
+from sparsepretrain.reports.results import selected
 from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.studies import engine, stages
@@ -22,70 +20,29 @@ from sparsepretrain.studies.engine import Study
 from sparsepretrain.tracking.console import Console
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Table or sweep with its selected cells."""
-
-    name: str
-    table: Table
-    scale: Scale | None
-    """None: a sweep, or a table that a script of ``benchmarks/`` measures."""
-    cells: list[Cell]
-    is_tuning: bool = False
-    """True: the cells choose the setting of each row; a diverged one is a result, the worst."""
-
-    @property
-    def stages(self) -> list[Stage]:
-        """Stages that follow the training of each cell."""
-        if self.scale is None or self.is_tuning:
-            return []
-        return self.table.scales[self.scale].stages
-
-
-def parts(
-    name: str,
-    *,
-    scale: Scale | None = None,
-    seeds: Seeds = None,
-    only: str = "*",
-    overrides: Sequence[str] = (),
-    config_dirs: Sequence[Path] = (),
-) -> list[Part]:
+def parts(name: str, scale: Scale | None, asked: Selection, stop_after: int | None) -> list[Part]:
     """Return the cells of a table, or of the tables that it collects; see :func:`cells.cells`.
 
     A table with ``tune`` has a part for its tuning runs, and one for the rows whose tuning runs are
     finished: call again when the first part has run.
     """
-    found, errors = [], []
-    asked: Any = {"only": only, "overrides": overrides, "config_dirs": config_dirs}
-    for own, table in _leaves(name, config_dirs).items():
+    found, errors, how = [], [], (stop_after, asked.config_dirs)
+    for own, table in _leaves(name, asked.config_dirs).items():
         if table.bench:
             found.append(Part(own, table, None, []))
             continue
         at = scale or ("nano" if "nano" in table.scales else "paper")
         try:
-            found += _parts(own, table, at, seeds, asked)
+            tried, _, judging = selected(own, table, at, asked)
+            if tried:
+                found.append(Part(own, table, at, tried, *how, is_tuning=True))
+            found.append(Part(own, table, at, judging, *how))
         except ConfigError as error:
             errors += [m for m in error.messages if m not in errors]
     # with several tables, a glob may match cells of a single one
-    if errors and not (found and only != "*" and all("no cell of " in m for m in errors)):
+    if errors and not (found and asked.only != "*" and all("no cell of " in m for m in errors)):
         raise ConfigError(errors)
     return found
-
-
-def _parts(name: str, table: Table, scale: Scale, seeds: Seeds, asked: Any) -> list[Part]:
-    tune = table.scales[scale].tune if scale in table.scales else None
-    if table.match:
-        from sparsepretrain.reports.matching import matched
-
-        equal = matched(name, table, scale, asked["overrides"], asked["config_dirs"])
-        asked = {**asked, "matched": equal}
-    if tune is None:
-        return [Part(name, table, scale, cells(name, table, scale, seeds=seeds, **asked))]
-    tried = tuning_cells(name, table, scale, tune, **asked)
-    settings = chosen(trials(tried, table, scale), table)
-    judging = cells(name, table, scale, seeds=seeds, settings=settings, **asked)
-    return [Part(name, table, scale, tried, is_tuning=True), Part(name, table, scale, judging)]
 
 
 def _leaves(name: str, config_dirs: Sequence[Path]) -> dict[str, Table]:
@@ -97,14 +54,7 @@ def _leaves(name: str, config_dirs: Sequence[Path]) -> dict[str, Table]:
     return found
 
 
-def check(
-    found: Sequence[Part],
-    stop_after: int | None,
-    config_dirs: Sequence[Path],
-    console: Console,
-    *,
-    prepared: bool = True,
-) -> list[Part]:
+def check(found: Sequence[Part], console: Console, *, prepared: bool = True) -> list[Part]:
     """Check with torch that every run and stage can start, and count the steps of epochs.
 
     Finished runs are skipped; one seed stands for all seeds of a cell. Unless ``prepared``, missing
@@ -115,13 +65,13 @@ def check(
     for part in found:
         for cell in part.cells:
             at = (part.name, cell.name)
-            done = _end_is_saved(cell.run, stop_after)
+            done = _end_is_saved(cell.run, part.stop_after)
             if at in steps_at or (done and not part.stages):
                 continue
             console.loading(part.name)
             steps_at[at] = cell.run.steps
             try:
-                steps_at[at] = _check(cell, part.stages, config_dirs, done=done)
+                steps_at[at] = _check(part, cell, done=done)
             except SparsePretrainError as error:
                 if isinstance(error, DataError) and not prepared:
                     continue
@@ -137,9 +87,7 @@ def check(
     return result
 
 
-def _check(
-    cell: Cell, following: Sequence[Stage], config_dirs: Sequence[Path], *, done: bool
-) -> int:
+def _check(part: Part, cell: Cell, *, done: bool) -> int:
     """Check a cell and its stages; return the steps."""
     from sparsepretrain.training.derive import check_finetuning
     from sparsepretrain.training.plan import check
@@ -148,7 +96,7 @@ def _check(
     run = resolve_steps(cell.run)
     if not done:
         check(run)
-    for stage in following:
+    for stage in part.stages:
         if stage.lm_eval is not None:
             if run.task.name != "causal_lm":
                 text = f"lm_eval is for task=causal_lm, this is task={run.task.name}"
@@ -157,7 +105,7 @@ def _check(
                 import lm_eval  # noqa: F401
         if stage.finetune is not None:
             try:
-                check_finetuning(run, stage_words(cell, stage), config_dirs)
+                check_finetuning(run, stage_words(cell, stage), part.config_dirs)
             except ConfigError as error:
                 raise ConfigError([f"{stage.name}: {m}" for m in error.messages]) from error
     return run.steps
@@ -171,15 +119,13 @@ def _end_is_saved(run: Run, stop_after: int | None) -> bool:
     return any(step >= end for step in checkpoint.saved(RunDirectory.of(run).checkpoints))
 
 
-def commands(
-    found: Sequence[Part], stop_after: int | None, config_dirs: Sequence[Path]
-) -> Iterator[str]:
+def commands(found: Sequence[Part]) -> Iterator[str]:
     """Yield a shell line per cell: training, then its stages."""
     for part in found:
         for cell in part.cells:
-            lines = [(*_launcher(cell.run), *_train_words(cell, stop_after, config_dirs))]
+            lines = [(*_launcher(cell.run), *_train_words(part, cell))]
             for stage in part.stages:
-                lines += stages.commands(cell, stage, stop_after, config_dirs)
+                lines += stages.commands(part, cell, stage)
             yield " && ".join(map(shell_line, lines))
 
 
@@ -190,28 +136,22 @@ def _launcher(run: Run) -> tuple[str, ...]:
     return ("torchrun", "--standalone", f"--nproc-per-node={run.nproc}", "-m", "sparsepretrain")
 
 
-def _train_words(
-    cell: Cell, stop_after: int | None, config_dirs: Sequence[Path]
-) -> tuple[str, ...]:
-    flags = [word for directory in config_dirs for word in ("--config-dir", str(directory))]
-    flags += [] if stop_after is None else ["--stop-after", str(stop_after)]
+def _train_words(part: Part, cell: Cell) -> tuple[str, ...]:
+    flags = [word for directory in part.config_dirs for word in ("--config-dir", str(directory))]
+    flags += [] if part.stop_after is None else ["--stop-after", str(part.stop_after)]
     return ("train", *flags, *cell.words)
 
 
-def to_run(
-    found: Sequence[Part], stop_after: int | None, config_dirs: Sequence[Path], console: Console
-) -> list[engine.StudyCell]:
+def to_run(found: Sequence[Part], console: Console) -> list[engine.StudyCell]:
     """Return the cells of a study, seed by seed, each followed by its stages."""
     several, made = len({part.name for part in found}) > 1, []
     for part in found:
         for cell in part.cells:
             label = f"{part.name}: {cell.label}" if several else cell.label
-            words = _train_words(cell, stop_after, config_dirs)
-            made.append(engine.StudyCell(label, cell.run, stop_after, words))
-            made[-1].may_diverge = part.is_tuning
+            words = _train_words(part, cell)
+            made.append(engine.StudyCell(label, cell.run, part.stop_after, words))
             if part.stages:
-                after = (cell, label, part.stages, stop_after, config_dirs, console)
-                made[-1].then = partial(stages.following, *after)
+                made[-1].then = partial(stages.following, part, cell, label, console)
     return made
 
 
@@ -233,23 +173,18 @@ def study_of(
     return Study(title, console, jobs=jobs or max(1, fitting), devices=devices)
 
 
-def run_parts(
-    found: Sequence[Part],
-    stop_after: int | None,
-    config_dirs: Sequence[Path],
-    console: Console,
-    *,
-    jobs: int | None = None,
-) -> None:
+def run_parts(found: Sequence[Part], console: Console, *, jobs: int | None = None) -> None:
     """Run the remaining work of checked cells, see :func:`study_of`."""
     runs = [cell.run for part in found for cell in part.cells]
     title = " + ".join(dict.fromkeys(part.name for part in found))
-    with study_of(title, runs, console, stop_after, jobs) as study:
+    with study_of(title, runs, console, found[0].stop_after, jobs) as study:
         try:
-            study.run(to_run(found, stop_after, config_dirs, console))
+            study.run(to_run(found, console))
         finally:
             study.show_all()
-        failed = [cell for cell in study.cells if cell.state == "failed" and not cell.is_decided]
+        failed = [cell for cell in study.cells if cell.state == "failed"]
+    if found[0].is_tuning:  # then all parts are; a diverged run is a result, the worst
+        failed = [cell for cell in failed if cell.exit_code != DivergedError.exit_code]
     if failed:
         shown = "; ".join(cell.label for cell in failed[:5]) + "; …" * (len(failed) > 5)
         raise SparsePretrainError(
@@ -258,20 +193,15 @@ def run_parts(
         )
 
 
-def submit(
-    found: Sequence[Part],
-    stop_after: int | None,
-    config_dirs: Sequence[Path],
-    settings: dict[str, str],
-) -> Iterator[str]:
+def submit(found: Sequence[Part], settings: dict[str, str]) -> Iterator[str]:
     """Submit the remaining work as jobs of a cluster; yield a line per job."""
     with needs("--slurm", "submitit", "sweep", error=ConfigError):
         from sparsepretrain.studies import slurm
     for part in found:
-        cells = [c for c in part.cells if part.stages or not _end_is_saved(c.run, stop_after)]
+        cells = [c for c in part.cells if part.stages or not _end_is_saved(c.run, part.stop_after)]
         if not cells:
             continue
-        lines = list(commands([dataclasses.replace(part, cells=cells)], stop_after, config_dirs))
+        lines = list(commands([dataclasses.replace(part, cells=cells)]))
         folder = Path(cells[0].run.runs_dir) / "slurm"
         for job, cell in zip(slurm.submit(part.name, lines, settings, folder), cells, strict=True):
             yield f"job {job.job_id}: {part.name}: {cell.label}; prints to {job.paths.stdout}"

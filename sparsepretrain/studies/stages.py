@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from sparsepretrain.config.cells import Cell, stage_words
+from sparsepretrain.config.cells import Cell, Part, stage_words
 from sparsepretrain.config.compose import shell_line
 from sparsepretrain.config.schema import Run
 from sparsepretrain.config.tables import Stage
@@ -99,44 +99,35 @@ def harness_command(run: Run, stage: Stage, step: int) -> tuple[str, ...]:
     return (*words, *stage.overrides)
 
 
-def commands(
-    cell: Cell, stage: Stage, stop_after: int | None, config_dirs: Sequence[Path]
-) -> list[tuple[str, ...]]:
+def commands(part: Part, cell: Cell, stage: Stage) -> list[tuple[str, ...]]:
     """Return the commands of a stage, as words, for a trained cell."""
     directory = str(RunDirectory.of(cell.run))
     if stage.lm_eval is not None:
         measure = harness_command(cell.run, stage, cell.run.steps)
         return [("sparsepretrain", "export", directory, "--merge-adapters"), measure]
-    flags = [word for directory in config_dirs for word in ("--config-dir", str(directory))]
-    if stage.finetune is not None and stop_after is not None:
-        flags += ["--stop-after", str(stop_after)]
+    flags = [word for directory in part.config_dirs for word in ("--config-dir", str(directory))]
+    if stage.finetune is not None and part.stop_after is not None:
+        flags += ["--stop-after", str(part.stop_after)]
     verb = "eval" if stage.finetune is None else "finetune"
     return [("sparsepretrain", verb, directory, *flags, *stage_words(cell, stage))]
 
 
-def following(
-    cell: Cell,
-    label: str,
-    stages: Sequence[Stage],
-    stop_after: int | None,
-    config_dirs: Sequence[Path],
-    console: Console,
-) -> Iterator[engine.StudyCell]:
+def following(part: Part, cell: Cell, label: str, console: Console) -> Iterator[engine.StudyCell]:
     """Yield the stages of a trained cell; a stage that cannot start has failed already."""
     directory = RunDirectory.of(cell.run)
-    for stage in stages:
-        words = commands(cell, stage, stop_after, config_dirs)[0][1:]
-        shared = (f"{label}, {stage.name}", cell.run, stop_after, words, (directory, stage.name))
+    for stage in part.stages:
+        words, at = commands(part, cell, stage)[0][1:], (directory, stage.name)
+        shared = (f"{label}, {stage.name}", cell.run, part.stop_after, words, at)
         if stage.finetune is None:
             kind = Evaluation if stage.lm_eval is None else Harness
-            yield kind(*shared, stage=stage, config_dirs=config_dirs)
+            yield kind(*shared, stage=stage, config_dirs=part.config_dirs)
             continue
         from sparsepretrain.training.derive import finetuned
         from sparsepretrain.training.schedules import resolve_steps
 
         made = engine.StudyCell(*shared)
         try:
-            derived = finetuned(str(directory), stage_words(cell, stage), config_dirs, console)
+            derived = finetuned(str(directory), stage_words(cell, stage), part.config_dirs, console)
             made.run = resolve_steps(derived)
         except SparsePretrainError as error:
             made.state, made.exit_code = "failed", error.exit_code

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
 import itertools
 import json
 import math
@@ -13,14 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparsepretrain.config.cells import Cell, grid
+from sparsepretrain.config.cells import Part, grid
 from sparsepretrain.config.compose import shell_line
+from sparsepretrain.config.freeze import hash_of
 from sparsepretrain.config.places import catalog
 from sparsepretrain.config.tables import Table
 from sparsepretrain.errors import ConfigError, DivergedError, needs
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.studies import engine
-from sparsepretrain.studies.reproduce import Part, study_of, to_run
+from sparsepretrain.studies.reproduce import study_of, to_run
 from sparsepretrain.tracking.console import Console
 
 NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
@@ -41,11 +42,6 @@ class Range:
     log: bool
     whole: bool
 
-    @property
-    def first(self) -> float | str:
-        """Low end, as a value of a run."""
-        return int(self.low) if self.whole else self.low
-
     def __str__(self) -> str:
         return f"{self.low:g}..{self.high:g}{', logarithmic' * self.log}"
 
@@ -61,12 +57,20 @@ class Axes:
     ranges: dict[str, Range] = field(default_factory=dict)
     seeds: list[int] = field(default_factory=lambda: [0])
 
-    def cells(self, name: str, config_dirs: Sequence[Path]) -> list[Cell]:
+    def first(self) -> Axes:
+        """Return the first values of a search: one trial."""
+        first: dict[str, Any] = {key: limits.low for key, limits in self.ranges.items()}
+        first |= {key: typed[0] for key, typed in self.values.items()}
+        words = [f"{key}={value}" for key, value in first.items()]
+        return Axes([*self.fixed, *words], seeds=self.seeds)
+
+    def part(self, name: str, stop_after: int | None, config_dirs: Sequence[Path]) -> Part:
         """Return every combination of values and seeds."""
         words = [[f"{key}={value}" for value in self.values[key]] for key in self.values]
         combinations = itertools.product(*words)
         named = {(" ".join(chosen) or "run", ""): [*self.fixed, *chosen] for chosen in combinations}
-        return grid(name, named, self.seeds, config_dirs)
+        cells = grid(name, named, self.seeds, config_dirs)
+        return Part(name, Table(title=name), None, cells, stop_after, config_dirs)
 
 
 def read_axes(overrides: Sequence[str], config_dirs: Sequence[Path], *, search: bool) -> Axes:
@@ -92,7 +96,7 @@ def read_axes(overrides: Sequence[str], config_dirs: Sequence[Path], *, search: 
         values: list[str] = []
         if ends := re.fullmatch(rf"({NUMBER})\.\.({NUMBER})", text):
             whole = not any(set(".eE") & set(end) for end in ends.groups())
-            low, high = map(float, ends.groups())
+            low, high = (int(end) if whole else float(end) for end in ends.groups())
             if low >= high:
                 errors.append(f"{word}: the end of a range must be above its start")
             elif whole and (not search or key == "seed"):
@@ -135,16 +139,6 @@ def read_axes(overrides: Sequence[str], config_dirs: Sequence[Path], *, search: 
     return axes
 
 
-def part(name: str, axes: Axes, config_dirs: Sequence[Path], *, search: bool = False) -> Part:
-    """Return the runs of a sweep, or one trial of a search with the first values."""
-    if search:
-        first = {key: limits.first for key, limits in axes.ranges.items()}
-        first |= {key: typed[0] for key, typed in axes.values.items()}
-        words = [f"{key}={value}" for key, value in first.items()]
-        axes = Axes([*axes.fixed, *words], seeds=axes.seeds)
-    return Part(name, Table(title=name), None, axes.cells(name, config_dirs))
-
-
 def report_words(found: Part) -> str:
     """Return the words after ``sparsepretrain report`` for the runs of a sweep."""
     runs = dict.fromkeys(str(RunDirectory.of(cell.run)) for cell in found.cells)
@@ -155,14 +149,13 @@ def report_words(found: Part) -> str:
 class Search:
     """Search by Optuna; a trial has a run per seed."""
 
-    name: str
+    first: Part
+    """One trial, checked."""
     axes: Axes
     trials: int
     metric: str
     """Key in the last record line of the validation split."""
     maximize: bool
-    stop_after: int | None
-    config_dirs: Sequence[Path]
 
     def run(self, console: Console, *, jobs: int | None = None) -> str:
         """Run (or continue) the search; return the command that trains with the best values.
@@ -175,17 +168,18 @@ class Search:
             from optuna.storages import journal
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        first = part(self.name, self.axes, self.config_dirs, search=True).cells[0].run
+        first, name = self.first.cells[0].run, self.first.name
         folder = Path(first.runs_dir)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot make {folder} ({error.strerror}): set runs_dir") from error
         axes, ranges = self.axes, {key: str(limits) for key, limits in self.axes.ranges.items()}
-        same = [axes.fixed, axes.values, axes.seeds, self.metric, self.stop_after, ranges]
+        stop_after = self.first.stop_after
+        same = [axes.fixed, axes.values, axes.seeds, self.metric, stop_after, ranges]
         backend = journal.JournalFileBackend(str(folder / "search.journal"))
         study = optuna.create_study(
-            study_name=hashlib.sha256(json.dumps(same).encode()).hexdigest()[:8],
+            study_name=hash_of(json.dumps(same)),
             storage=optuna.storages.JournalStorage(backend),
             direction="maximize" if self.maximize else "minimize",
             load_if_exists=True,
@@ -193,8 +187,7 @@ class Search:
         # seeded by the number of trials: a continued search repeats no draw
         study.sampler = optuna.samplers.TPESampler(seed=len(study.trials), constant_liar=True)
         states = optuna.trial.TrialState
-        title = f"{self.name}: search"
-        with study_of(title, [first], console, self.stop_after, jobs) as runs:
+        with study_of(f"{name}: search", [first], console, stop_after, jobs) as runs:
             while True:
                 open_ = study.get_trials(states=(states.RUNNING,))
                 left = self.trials - (len(study.trials) - len(open_))
@@ -218,8 +211,8 @@ class Search:
             for value, trial in done[:SHOWN]
             for chosen in [[trial.params[key] for key in keys]]
         ]
-        console.table(f"{self.name}: best", rows, ("trial", f"validation {self.metric}", *keys))
-        flags = [word for d in self.config_dirs for word in ("--config-dir", str(d))]
+        console.table(f"{name}: best", rows, ("trial", f"validation {self.metric}", *keys))
+        flags = [word for d in self.first.config_dirs for word in ("--config-dir", str(d))]
         best = [f"{key}={value}" for key, value in done[0][1].params.items()]
         return shell_line(["sparsepretrain", "train", *flags, *self.axes.fixed, *best])
 
@@ -227,8 +220,7 @@ class Search:
         found = {key: make.CategoricalDistribution(v) for key, v in self.axes.values.items()}
         for key, r in self.axes.ranges.items():
             number = make.IntDistribution if r.whole else make.FloatDistribution
-            ends = (int(r.low), int(r.high)) if r.whole else (r.low, r.high)
-            found[key] = number(*ends, log=r.log)
+            found[key] = number(r.low, r.high, log=r.log)
         return found
 
     def _measured(
@@ -240,13 +232,12 @@ class Search:
             chosen = [f"{key}={value}" for key, value in trial.params.items()]
             place = {(f"trial {trial.number}", ""): [*self.axes.fixed, *chosen]}
             try:
-                made = grid(self.name, place, self.axes.seeds, self.config_dirs)
+                made = grid(self.first.name, place, self.axes.seeds, self.first.config_dirs)
             except ConfigError as error:  # incompatible values
                 console.warn("; ".join(error.messages))
                 cells[trial.number] = []
                 continue
-            trials_part = Part(self.name, Table(title=self.name), None, made)
-            cells[trial.number] = to_run([trials_part], self.stop_after, self.config_dirs, console)
+            cells[trial.number] = to_run([dataclasses.replace(self.first, cells=made)], console)
         study.run([cell for own in cells.values() for cell in own])
         return {
             number: statistics.fmean(map(self._value, own)) if own else math.nan

@@ -14,8 +14,6 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 
-from sparsepretrain.errors import own_warnings
-
 if TYPE_CHECKING:
     from sparsepretrain.data.preparation import Progress as Preparation
 
@@ -67,10 +65,6 @@ class Console:
         """Announce the import of PyTorch, which takes seconds."""
         if "torch" not in sys.modules:
             self.info(f"{what}: loading PyTorch and the model")
-
-    def own_warnings(self) -> contextlib.AbstractContextManager[None]:
-        """Print this package's Python warnings with :meth:`warn`."""
-        return own_warnings(self.warn)
 
     def table(
         self,

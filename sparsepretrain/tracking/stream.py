@@ -36,7 +36,7 @@ class Stream:
         mirrors: list[Mirror] | None = None,
         total: int | None = None,
     ) -> None:
-        self._record = Record(RunDirectory(run_dir).record_file, resume_step=resume_step)
+        self.record = Record(RunDirectory(run_dir).record_file, resume_step=resume_step)
         self._console = console
         self._total = config.get("steps") if total is None else total
         if mirrors is None:
@@ -47,14 +47,9 @@ class Stream:
                 mirrors.append(TensorBoard(run_dir, config, resume_step))
         self._lanes = [Lane(mirror, console.warn) for mirror in mirrors]
 
-    @property
-    def lines(self) -> int:
-        """Number of record lines."""
-        return self._record.lines
-
     def log(self, record: dict[str, Any]) -> None:
         """Record a step (see :meth:`Record.write`); a recorded step is skipped."""
-        line = self._record.write(record)
+        line = self.record.write(record)
         if line is None:
             return
         self._console.step(line, self._total)
@@ -64,7 +59,7 @@ class Stream:
 
     def close(self, exit_code: int, summary: dict[str, Any] | None = None) -> None:
         """Close record and mirrors in about 10 s at most; further calls have no effect."""
-        self._record.close()
+        self.record.close()
         self._console.stop()
         deadline = time.monotonic() + CLOSING_SECONDS
         lanes, self._lanes = self._lanes, []

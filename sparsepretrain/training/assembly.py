@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sparsepretrain import registry
 from sparsepretrain.config import validate
-from sparsepretrain.config.groups import LossScaling
+from sparsepretrain.config.groups import ScaledPrecision
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import CheckpointError, ConfigError, reason
 from sparsepretrain.optim import build_optimizer
@@ -221,7 +221,7 @@ def resolve_targets(targets: str | list[str], roles: dict[str, list[str]]) -> li
 
 def _grad_scaler(options: Options, device: torch.device) -> torch.amp.GradScaler:
     """Dynamic loss scaling for fp16, a scaler that does nothing otherwise."""
-    if isinstance(options, LossScaling) and compute_dtype(options) == torch.float16:
+    if isinstance(options, ScaledPrecision) and compute_dtype(options) == torch.float16:
         return torch.amp.GradScaler(
             device.type, init_scale=options.init_scale, growth_interval=options.growth_interval
         )

@@ -128,9 +128,7 @@ def _take_on(source: WeightSource, parsed: Overrides) -> dict[str, Any]:
     _put_first(parsed, settings)
     if parsed.errors:
         load_parsed(parsed)  # raises with all errors
-    plain, _ = build(parsed)
-    _require_fitting(plain)
-    return plain
+    return build(parsed)[0]
 
 
 def with_recipe(overrides: Sequence[str], config_dirs: Sequence[Path]) -> list[str]:
@@ -180,15 +178,6 @@ def _from_run(config: dict[str, Any], parsed: Overrides) -> dict[str, Any]:
         # the window and the phases were those of pre-training
         parsed.blocks["sparsity"] = {**before, "window": {"start": 0.0, "stop": 1.0}}
     return settings
-
-
-def _require_fitting(plain: dict[str, Any]) -> None:
-    """Refuse a task that the checkpoint's model does not support."""
-    family, task = plain["model"].get("family"), plain["task"].get("name")
-    recipe: Any = registry.get("model", str(family))
-    if task not in recipe.tasks:
-        known = ", ".join(sorted(recipe.tasks))
-        raise ConfigError(f"a model of family {family} cannot do task={task}: it does {known}")
 
 
 def _put_first(parsed: Overrides, settings: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsepretrain.config import freeze
 from sparsepretrain.config.schema import Run
-from sparsepretrain.errors import SparsePretrainError
+from sparsepretrain.errors import SparsePretrainError, own_warnings
 from sparsepretrain.kernels import pack_24
 from sparsepretrain.runs import checkpoint, weights
 from sparsepretrain.runs.checkpoint import ALONE
@@ -86,7 +86,7 @@ def _train(
     if world.first(finished):
         return 0
     plan.require_a_sparse_step(run)
-    with StopSignals() as signals, console.own_warnings(), contextlib.ExitStack() as claim:
+    with StopSignals() as signals, own_warnings(console.warn), contextlib.ExitStack() as claim:
         fresh = run.resume == "never" or not any(directory.checkpoints.glob("step_*"))
         initial = weights.find(run.init.path, console.warn) if fresh and run.init.path else None
         t = build_session(run, console, initial=initial, world=world)
@@ -149,10 +149,11 @@ def _run(t: Session, directory: RunDirectory, console: Console, *, resumed: bool
         if run.probe:
             probed = Record(directory.probes_file, resume_step=resume_step)
             t.log_probe = probed.write
-        if stream.lines < t.lines:
+        if stream.record.lines < t.lines:
             console.warn(
-                f"{directory.record_file} has {stream.lines} of the {t.lines} lines that it had at "
-                f"step {t.step}: the others are lost, and what is summed up or drawn lacks them"
+                f"{directory.record_file} has {stream.record.lines} of the {t.lines} lines that it "
+                f"had at step {t.step}: the others are lost, and what is summed up or drawn lacks "
+                "them"
             )
         directory.note_failure("train")
 
@@ -162,7 +163,7 @@ def _run(t: Session, directory: RunDirectory, console: Console, *, resumed: bool
 
     def save() -> None:
         if stream is not None:
-            t.lines = stream.lines
+            t.lines = stream.record.lines
         state, config = session_state.state_dict(t), freeze.to_yaml(run.plain)
 
         def write() -> None:

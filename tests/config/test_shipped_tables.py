@@ -3,7 +3,7 @@
 import pytest
 
 from sparsepretrain.config import tables
-from sparsepretrain.config.cells import cells, stage_words
+from sparsepretrain.config.cells import Selection, cells, stage_words
 from sparsepretrain.config.tables import cell_name, load_table, printed, table_cells
 
 NAMES = list(tables.names())
@@ -38,7 +38,7 @@ def test_the_last_cell_is_a_run(name):
     table = load_table(name)
     scale = next(iter(table.scales))
     row, column, _ = [at for at in table_cells(table, scale) if not at[2]][-1]
-    (cell,) = cells(name, table, scale, seeds=1, only=_literal(cell_name(row, column)))
+    (cell,) = cells(name, table, scale, Selection(1, _literal(cell_name(row, column))))
     assert cell.seed == table.first_seed
     assert cell.run.runs_dir == f"runs/{name}"
 
@@ -51,7 +51,7 @@ def test_the_last_setting_of_each_tuned_row_is_a_run(name, scale):
     table = load_table(name)
     tune = table.scales[scale].tune
     settings = {row: tune.settings(row)[-1] for row in table.rows}
-    found = cells(name, table, scale, seeds=1, settings=settings)
+    found = cells(name, table, scale, Selection(1), settings=settings)
     assert [cell.row for cell in found] == [*table.rows]
     assert set(tune.seeds).isdisjoint(range(table.first_seed, table.first_seed + 100))
     for cell in found:
@@ -68,7 +68,7 @@ def test_every_cell_is_a_run_that_could_start(name, scale):
     from sparsepretrain.training.plan import check
 
     table = load_table(name)
-    found = cells(name, table, scale, seeds=1)
+    found = cells(name, table, scale, Selection(1))
     assert [cell.name for cell in found] == [
         cell_name(row, column) for row, column, why in table_cells(table, scale) if not why
     ]

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from sparsepretrain.config import freeze, load
-from sparsepretrain.config.cells import cells, read_seeds, seeds_text
+from sparsepretrain.config.cells import Selection, cells, read_seeds, seeds_text
 from sparsepretrain.config.tables import Published, cell_name, load_table, printed, slug
 from sparsepretrain.errors import ConfigError
 
@@ -59,7 +59,7 @@ def test_matches_that_cannot_be_computed_are_refused(tmp_path, changes, message)
 
 def test_cells_are_runs_with_a_directory_each(tmp_path):
     dirs = written(tmp_path)
-    found = cells("mine", load_table("mine", dirs), "nano", config_dirs=dirs)
+    found = cells("mine", load_table("mine", dirs), "nano", Selection(config_dirs=dirs))
     assert [cell.label for cell in found[:3]] == [
         "dense @ short, seed 7",
         "γ = 0.2 @ short, seed 7",
@@ -71,7 +71,7 @@ def test_cells_are_runs_with_a_directory_each(tmp_path):
     assert found[0].run.optim.lr == 2e-3 and found[2].run.steps == 8
     assert load(found[2].words) == found[2].run, "the words give the same run"
     table, given = load_table("mine", dirs), ["steps=5", "runs_dir=r"]
-    found = cells("mine", table, "nano", seeds=1, only="* @ short", overrides=given)
+    found = cells("mine", table, "nano", Selection(1, "* @ short", given))
     assert [(cell.row, cell.run.steps) for cell in found] == [("dense", 5), ("γ = 0.2", 5)]
     assert found[0].run.runs_dir == "r/mine"
 
@@ -80,17 +80,17 @@ def test_all_mistakes_of_all_cells_are_reported(tmp_path):
     dirs = written(tmp_path)
     table = load_table("mine", dirs)
     with pytest.raises(ConfigError) as caught:
-        cells("mine", table, "nano", overrides=["optim.lrr=1", "seeds=3"])
+        cells("mine", table, "nano", Selection(overrides=["optim.lrr=1", "seeds=3"]))
     assert len(caught.value.messages) == 2
     assert "dense @ short, γ = 0.2 @ short, γ = 0.2 @ long: unknown key 'optim.lrr'" in str(
         caught.value
     )
     with pytest.raises(ConfigError, match="use --seeds"):
-        cells("mine", table, "nano", overrides=["seed=3"])
+        cells("mine", table, "nano", Selection(overrides=["seed=3"]))
     with pytest.raises(ConfigError, match="did you mean 'dense @ short'"):
-        cells("mine", table, "nano", only="dens @ short")
+        cells("mine", table, "nano", Selection(only="dens @ short"))
     with pytest.raises(ConfigError, match="no scale 'paper'"):
-        cells("mine", table, "paper")
+        cells("mine", table, "paper", Selection())
     with pytest.raises(ConfigError, match="did you mean 'mine'"):
         load_table("mines", dirs)
 

@@ -11,12 +11,12 @@ import torch
 from export_cases import write_run
 
 from sparsepretrain.config import validate
-from sparsepretrain.config.cells import Cell
+from sparsepretrain.config.cells import Cell, Part
 from sparsepretrain.config.tables import Size, Stage, Table
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.runs import weights
 from sparsepretrain.runs.directory import RunDirectory
-from sparsepretrain.studies.reproduce import Part, check, study_of
+from sparsepretrain.studies.reproduce import check, study_of
 from sparsepretrain.studies.stages import Harness, commands
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.assembly import evaluated_model
@@ -101,7 +101,7 @@ def test_a_stage_measures_what_the_method_evaluates(
 def test_the_lines_for_a_shell_export_and_measure(tmp_path: Path) -> None:
     run = validate(RunDirectory(write_run(tmp_path, "gpt2")).config())
     cell, stage = Cell("row", "", 0, (), run), Stage(name="zero_shot", lm_eval="piqa,race")
-    export, measure = commands(cell, stage, None, ())
+    export, measure = commands(Part("t", Table(title="t"), None, [cell]), cell, stage)
     place = RunDirectory.of(run).path
     assert export == ("sparsepretrain", "export", str(place), "--merge-adapters")
     words = dict(zip(measure[1::2], measure[2::2], strict=True))
@@ -116,4 +116,4 @@ def test_only_language_models_are_measured(tmp_path: Path) -> None:
     size = Size(stages=[stage])
     part = Part("t", Table(title="t", scales={"nano": size}), "nano", [Cell("row", "", 0, (), run)])
     with pytest.raises(ConfigError, match="task=causal_lm"):
-        check([part], None, (), Console(io.StringIO()))
+        check([part], Console(io.StringIO()))

@@ -3,7 +3,7 @@
 import pytest
 
 from sparsepretrain import config
-from sparsepretrain.config.cells import cells
+from sparsepretrain.config.cells import Selection, cells
 from sparsepretrain.config.strict import build
 from sparsepretrain.config.tables import Table, load_table
 from sparsepretrain.errors import ConfigError
@@ -28,7 +28,8 @@ def table_of(words, **match):
 
 
 def equal(words, overrides=MICRO, **match):
-    return matched("t", table_of(words, **match), "nano", overrides)["equal"]
+    asked = Selection(overrides=overrides)
+    return matched("t", table_of(words, **match), "nano", asked)["equal"]
 
 
 @pytest.mark.parametrize(
@@ -61,10 +62,9 @@ def test_a_matched_row_costs_as_much_as_the_other(words, match, expected):
 def test_the_words_of_the_user_precede_the_computed_ones():
     cell = "dense, FLOPs of S-STE"
     table = load_table("match")
-    assert matched("match", table, "paper", ["steps=500"])[cell] == ["steps=433"]
-    found = cells(
-        "match", table, "paper", seeds=1, overrides=["steps=500"], matched={cell: ["steps=9"]}
-    )
+    asked = Selection(1, overrides=["steps=500"])
+    assert matched("match", table, "paper", asked)[cell] == ["steps=433"]
+    found = cells("match", table, "paper", asked, matched={cell: ["steps=9"]})
     assert {c.row: c.run.steps for c in found}[cell] == 9
 
 
@@ -80,8 +80,8 @@ def test_the_words_of_the_user_precede_the_computed_ones():
     ],
 )
 def test_every_language_model_recipe_has_rows_of_equal_cost(model):
-    overrides = [f"model={model}", "optim.lr=1e-3"]
-    found = matched("match", load_table("match"), "paper", overrides)
+    asked = Selection(overrides=[f"model={model}", "optim.lr=1e-3"])
+    found = matched("match", load_table("match"), "paper", asked)
     assert len(found) == 6 and all(found.values())
 
 
@@ -125,27 +125,28 @@ def test_a_cost_that_nothing_meets_is_refused(words, match, message):
     ],
 )
 def test_one_kind_of_match_keeps_the_rows_that_it_compares(kind, rows):
-    table, words = load_table("match"), [f"match={kind}", "steps=100"]
-    found = matched("match", table, "paper", words)
-    kept = cells("match", table, "paper", seeds=1, overrides=words, matched=found)
+    table, asked = load_table("match"), Selection(1, overrides=[f"match={kind}", "steps=100"])
+    found = matched("match", table, "paper", asked)
+    kept = cells("match", table, "paper", asked, matched=found)
     assert [cell.row for cell in kept] == ["dense", *rows]
     assert not any(word.startswith("match=") for cell in kept for word in cell.words)
 
 
 def test_an_unknown_kind_of_match_is_refused():
     with pytest.raises(ConfigError, match=r"match: .*\(parameters, flops, tokens\), got 'time'"):
-        matched("match", load_table("match"), "paper", ["match=time"])
+        matched("match", load_table("match"), "paper", Selection(overrides=["match=time"]))
     with pytest.raises(ConfigError, match="match: table claims_lm has no matched rows"):
-        cells("claims_lm", load_table("claims_lm"), "nano", overrides=["match=flops"])
+        asked = Selection(overrides=["match=flops"])
+        cells("claims_lm", load_table("claims_lm"), "nano", asked)
 
 
 def test_a_row_that_does_not_run_has_no_cost():
     table = table_of(["sparsity=ste"], equal="tokens")
     table.scales["nano"].without = {"sparse": "takes too long"}
     with pytest.raises(ConfigError, match=r"equal: match\.to: 'sparse' does not run at scale"):
-        matched("t", table, "nano", MICRO)
+        matched("t", table, "nano", Selection(overrides=MICRO))
     table.scales["nano"].without["equal"] = "as well"
-    assert matched("t", table, "nano", MICRO) == {}
+    assert matched("t", table, "nano", Selection(overrides=MICRO)) == {}
 
 
 def test_a_model_without_an_ffn_width_is_refused():

@@ -11,7 +11,7 @@ import yaml
 
 from sparsepretrain import cli
 from sparsepretrain.config import freeze
-from sparsepretrain.config.cells import cells
+from sparsepretrain.config.cells import Selection, cells
 from sparsepretrain.config.strict import build
 from sparsepretrain.config.tables import Metric, Table, load_table
 from sparsepretrain.reports import figures
@@ -105,11 +105,11 @@ def write_run(cell, end=40, order="same", noise=0.01) -> None:
 def results(tmp_path_factory):
     """Results of a table with one partial and one missing run."""
     place = tmp_path_factory.mktemp("table")
-    asked = {"config_dirs": write_table(place), "overrides": [f"runs_dir={place}"]}
-    for cell in cells("three", load_table("three", [place]), "nano", **asked):
+    asked = Selection(overrides=[f"runs_dir={place}"], config_dirs=write_table(place))
+    for cell in cells("three", load_table("three", [place]), "nano", asked):
         if (cell.row, cell.seed) != ("half", 2):
             write_run(cell, end=20 if (cell.row, cell.seed) == ("half", 4) else 40)
-    return collect("three", **asked)
+    return collect("three", None, asked)
 
 
 @pytest.fixture(scope="module")
@@ -258,11 +258,11 @@ def test_report_command_writes_page_and_record(tmp_path, monkeypatch, capsys):
     claims = [{"text": "dense is below STE", "kind": "less", "of": ["dense", "ste"]}]
     directories = write_table(tmp_path / "c", **changes | {"claims": claims})
     words = ["runs_dir=elsewhere", "optim.lr=0.1"]
-    asked = {"overrides": words, "config_dirs": directories}
-    for cell in cells("three", load_table("three", directories), "nano", seeds=2, **asked):
+    asked = Selection(2, overrides=words, config_dirs=directories)
+    for cell in cells("three", load_table("three", directories), "nano", asked):
         write_run(cell)
     given = ["report", "three", "--config-dir", "c", "--out", "o"]
-    assert cli.main([*given, "optim.lr=0.1", "--runs-dir", "elsewhere", "--record"]) == 0
+    assert cli.main([*given, "optim.lr=0.1", "runs_dir=elsewhere", "--record"]) == 0
     files = [Path(word) for word in capsys.readouterr().out.split()]
     assert all(file.is_file() for file in files)
     page = next(file for file in files if file.suffix == ".md")

@@ -67,13 +67,12 @@ def test_default_method_is_tsrste(overrides: list[str], default: bool) -> None:
 
 def test_segment_has_the_settings_of_the_run(tiny: Tiny) -> None:
     search = plan(tiny, "sparsity.mvue=none", "clip=0.5")
-    segment = search.sparse(0.01)
+    dense, segment, other, _ = search.cells
     assert segment.run.steps == 12 and segment.run.schedule.warmup == 6, "not a run of 6 steps"
-    assert segment.run.plain["sparsity"] == search.run.plain["sparsity"] | {"decay": 0.01}
+    assert segment.run.plain["sparsity"] == search.run.plain["sparsity"] | {"decay": 1e-3}
     kept = ("seed", "batch", "clip", "model", "task", "data", "optim", "schedule", "runs_dir")
     assert all(segment.run.plain[key] == search.run.plain[key] for key in kept)
-    others = [search.sparse(0.02), search.reference()]
-    assert len({s.directory for s in (segment, *others)}) == 3
+    assert len({s.directory for s in (dense, segment, other)}) == 3
     assert plan(tiny).out == plan(tiny, "sparsity.decay=1e-3").out
     assert len({plan(tiny, *more).out for more in ((), ("seed=1",), ("clip=2",))}) == 3
 
@@ -87,7 +86,7 @@ def test_dense_reference_has_the_mask_rule_of_the_method(
 ) -> None:
     words = [*SEGMENT[:2], f"sparsity={method}", "sparsity.window.start=0.1"]
     run = tiny.load(*words, *(["sparsity.refresh=2"] if refresh > 1 else []))
-    dense = DecaySearch(run, (1e-4,), INTERVAL, 6).reference().run.plain["sparsity"]
+    dense = DecaySearch(run, (1e-4,), INTERVAL, 6).cells[0].run.plain["sparsity"]
     assert (dense["flip_rule"], dense["refresh"]) == (rule, refresh)
     own = run.plain["sparsity"]
     assert all(dense[key] == own[key] for key in ("window", "targets", "n", "m"))

@@ -67,7 +67,7 @@ def test_segment_is_the_bit_exact_start_of_the_run(tiny: Tiny, method: str) -> N
 
 def test_segments_share_initial_weights_data_and_masks(tiny: Tiny) -> None:
     search = plan(tiny, interval=(0.6, 0.95))
-    segments = [search.reference(), search.sparse(GRID[0])]
+    segments = search.cells[:2]
     dense, other = [build_session(s.run, Console(io.StringIO())) for s in segments]
     weights = dict(other.model.named_parameters())
     assert all(torch.equal(weights[name], w) for name, w in dense.model.named_parameters())
@@ -111,7 +111,7 @@ def test_ratio_falls_with_decay_and_the_printed_command_trains(
 @pytest.mark.fault
 def test_signal_stops_the_search_and_it_continues_bit_exactly(tiny: Tiny, tmp_path: Path) -> None:
     search = plan(tiny, grid=(1e-3, 1e-1), interval=(0.01, 5.0))
-    dense = search.reference()
+    dense = search.cells[0]
 
     def terminate() -> None:
         while not dense.directory.record_file.exists():
@@ -134,7 +134,7 @@ def test_signal_stops_the_search_and_it_continues_bit_exactly(tiny: Tiny, tmp_pa
 
 def test_partial_segment_continues(tiny: Tiny, tmp_path: Path, in_process: object) -> None:
     search = plan(tiny, grid=(1e-3,), interval=(0.01, 5.0))
-    assert train(search.reference().run, Console(io.StringIO()), stop_after=3) == 0
+    assert train(search.cells[0].run, Console(io.StringIO()), stop_after=3) == 0
     screen = io.StringIO()
     show_cells("search", search.cells, Console(screen))
     assert "from step 3" in screen.getvalue() and "2 of 2 to run or continue" in screen.getvalue()

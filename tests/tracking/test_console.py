@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from sparsepretrain.data.preparation import Progress
-from sparsepretrain.errors import SparsePretrainWarning
+from sparsepretrain.errors import SparsePretrainWarning, own_warnings
 from sparsepretrain.tracking.console import Console, clock, count, describe, significant
 
 
@@ -142,7 +142,7 @@ def test_live_line_fits_80_columns(monkeypatch):
 def test_own_warnings_are_printed_as_lines(recwarn):
     out = io.StringIO()
     for _ in range(2):  # once per use
-        with Console(out).own_warnings():
+        with own_warnings(Console(out).warn):
             warnings.warn("steps become longer", SparsePretrainWarning, stacklevel=1)
             warnings.warn("of another package", UserWarning, stacklevel=1)
     warnings.warn("afterwards", SparsePretrainWarning, stacklevel=1)
