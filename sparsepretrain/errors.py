@@ -67,8 +67,8 @@ class SparsePretrainError(Exception):
 
     @property
     def messages(self) -> list[str]:
-        """Messages for the user, one per line of the text; none without a text."""
-        return str(self).splitlines()
+        """Messages for the user, one per problem."""
+        return [str(self)]
 
 
 class RankError(SparsePretrainError):
@@ -83,6 +83,11 @@ class RankError(SparsePretrainError):
         super().__init__(text)
         self.exit_code = exit_code
 
+    @property
+    def messages(self) -> list[str]:
+        """Messages, none if the failed rank shows them."""
+        return str(self).splitlines()
+
 
 class ConfigError(SparsePretrainError, ValueError):
     """Wrong configuration or arguments: exit code 2. Carries every problem found, one per line."""
@@ -94,7 +99,12 @@ class ConfigError(SparsePretrainError, ValueError):
         """Take messages, each a text or a pair (option, text)."""
         several = [messages] if isinstance(messages, str) else messages
         self._parts = [("", m) if isinstance(m, str) else m for m in several]
-        super().__init__("\n".join(key + text for key, text in self._parts))
+        super().__init__("\n".join(self.messages))
+
+    @property
+    def messages(self) -> list[str]:
+        """Messages, each starting with its option."""
+        return [key + text for key, text in self._parts]
 
     def under(self, group: str) -> ConfigError:
         """Return the same problems with options prefixed by a configuration group."""

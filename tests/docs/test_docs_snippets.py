@@ -90,7 +90,8 @@ def run(argv: list[str], tiny) -> None:
     elif verb == "sweep":
         search = arguments.search is not None
         axes = sweep.read_axes(arguments.overrides, arguments.config_dir, search=search)
-        assert sweep.part(arguments.name, axes, arguments.config_dir, search=search).cells
+        axes = axes.first() if search else axes
+        assert axes.part(arguments.name, None, arguments.config_dir).cells
     elif hasattr(arguments, "overrides"):
         overrides = [word for word in arguments.overrides if not word.startswith("match=")]
         if verb == "reproduce" and not arguments.list:
