@@ -155,12 +155,9 @@ def to_run(found: Sequence[Part], console: Console) -> list[engine.StudyCell]:
     return made
 
 
-def study_of(
-    title: str, runs: Iterable[Run], console: Console, stop_after: int | None, jobs: int | None
-) -> Study:
+def study_of(title: str, runs: Iterable[Run], console: Console, jobs: int | None) -> Study:
     """Return a study of these runs with ``jobs`` at a time; None: what fits the GPUs, or one."""
-    left = [run for run in runs if not _end_is_saved(run, stop_after)]
-    needed = [engine.StudyCell("", run).devices for run in left]
+    needed = [engine.StudyCell("", run).devices for run in runs]
     devices: list[str] = []
     if most := max(needed, default=0):  # without remaining work torch is not imported
         from sparsepretrain.training.hardware import visible_devices
@@ -175,9 +172,11 @@ def study_of(
 
 def run_parts(found: Sequence[Part], console: Console, *, jobs: int | None = None) -> None:
     """Run the remaining work of checked cells, see :func:`study_of`."""
-    runs = [cell.run for part in found for cell in part.cells]
+    runs = [
+        c.run for part in found for c in part.cells if not _end_is_saved(c.run, part.stop_after)
+    ]
     title = " + ".join(dict.fromkeys(part.name for part in found))
-    with study_of(title, runs, console, found[0].stop_after, jobs) as study:
+    with study_of(title, runs, console, jobs) as study:
         try:
             study.run(to_run(found, console))
         finally:

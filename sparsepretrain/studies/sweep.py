@@ -187,7 +187,7 @@ class Search:
         # seeded by the number of trials: a continued search repeats no draw
         study.sampler = optuna.samplers.TPESampler(seed=len(study.trials), constant_liar=True)
         states = optuna.trial.TrialState
-        with study_of(f"{name}: search", [first], console, stop_after, jobs) as runs:
+        with study_of(f"{name}: search", [first], console, jobs) as runs:
             while True:
                 open_ = study.get_trials(states=(states.RUNNING,))
                 left = self.trials - (len(study.trials) - len(open_))

@@ -86,7 +86,7 @@ def test_a_stage_measures_what_the_method_evaluates(
     stage = Stage(name="zero_shot", lm_eval="tiny_choice", overrides=[f"--include_path={tasks}"])
     cell = Harness("x", run, stage=stage, stage_of=(directory, stage.name))
     assert cell.left == "to run"
-    with study_of("harness", [run], Console(io.StringIO()), None, None) as study:
+    with study_of("harness", [run], Console(io.StringIO()), None) as study:
         study.run([cell])
     assert cell.state == "finished", directory.console_log.read_text()
     assert cell.left == "finished", "the same stage has nothing to do"

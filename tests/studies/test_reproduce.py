@@ -199,11 +199,11 @@ def test_default_jobs_fit_the_gpus(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(VISIBLE, lambda: list("01234567"))
     console = Console(io.StringIO())
     run = tiny.load(*RANKS, "parallel.nproc=4")
-    assert study_of("x", [run], console, None, None).jobs == 2
-    assert study_of("x", [run], console, None, 1).jobs == 1
+    assert study_of("x", [run], console, None).jobs == 2
+    assert study_of("x", [run], console, 1).jobs == 1
     one = [tiny.load("parallel.device=auto"), tiny.load(*RANKS)]
-    assert study_of("x", one, console, None, None).jobs == 8
-    assert study_of("x", [tiny.load()], console, None, None).jobs == 1
+    assert study_of("x", one, console, None).jobs == 8
+    assert study_of("x", [tiny.load()], console, None).jobs == 1
 
 
 def test_too_few_gpus_are_one_line_before_the_first_cell(
