@@ -87,7 +87,7 @@ def here() -> str:
 
 
 def method_rows() -> list[list[str]]:
-    """Return rows of method, its three products, its phases, and the reasons for dense products.
+    """Return rows of method, its three products, and the reasons for dense ones.
 
     They hold for default options, and for every device that has sparse products.
     """

@@ -20,7 +20,11 @@ class Images:
     """Labeled images of one split, found by the index of an :class:`IndexSource`."""
 
     def __init__(self, source: Any, data: TokenData, split: str, classes: int) -> None:
-        """Open a split of ``data``, prepared from ``source``; raise DataError if unusable."""
+        """Open a split of ``data``, prepared from ``source``.
+
+        Raises:
+            DataError: it has no images, or the last one has a label that the model lacks.
+        """
         self._source, self._bytes, self._classes = source, data.tokens[split], classes
         self._where = f"{data.name}, {split} split"
         self._ends = np.flatnonzero(np.asarray(self._bytes) == 0)

@@ -111,6 +111,7 @@ class Coverage:
 
 
 def _in_columns(rows: list[list[str]]) -> list[str]:
+    """Align the cells of rows; return a line per row."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = [[c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows]
     return ["  ".join(cells).rstrip() for cells in aligned]

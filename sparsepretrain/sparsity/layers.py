@@ -271,7 +271,7 @@ class SparseLayer(nn.Module):
         brings_weight, *brings_own = (_brings(state_dict, *item, unset) for item in values.items())
         super()._load_from_state_dict(state_dict, prefix, *rest)
         own.cache.clear()
-        attachments.frozen_values.pop(self, None)  # a loaded weight is no surprise
+        attachments.frozen_values.pop(self, None)  # a loaded weight may differ
         is_new = own.model.is_new
         if all(brings_own) and not (unset and is_new):
             own.initialized, own.reset_due = True, False

@@ -39,7 +39,9 @@ class ModelState:
         self.clock = Clock(device)
         self.micro_batches = MicroBatches(self.clock, self._has_gradient, self.sync)
         self.compared_at = 0  # completed steps at the last comparison of masks
-        self.flips: Tensor | None = None  # of the last comparison, (layers,); None: none yet
+        self.flips: Tensor | None = (
+            None  # of the last comparison, (layers,); None: none since a load
+        )
         self.flip_interval = 1  # steps between the two masks of the last comparison
         self.left_meta = False  # the buffer left the meta device and has no values yet
         self.baseline_due = False  # weights were replaced: compare masks before the next step

@@ -87,7 +87,7 @@ class MasterShard(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """Return the own rows of (A,) or (A, B) in the dtype of the matmuls, as many as others."""
+        """Return the own rows of (A,) or (A, B) in the dtype of the matmuls, padded."""
         own: Any = module.sparsity
         parts = own.cache.to_gather(self, mp_policy.param_dtype or self.dtype, module.training)
         parts = tuple(map(own.rows.padded, parts))
