@@ -210,14 +210,14 @@ def load_plugins(named: object) -> list[str]:
 
 
 def built_in(kind: str) -> dict[str, str]:
-    """Return name -> module of the built-ins; ``tune_decay.py`` is the verb ``tune-decay``."""
+    """Return name -> module of the built-ins."""
     # find_spec of a.b.c imports a.b: __init__ files of packages are torch-free
     spec = importlib.util.find_spec(PACKAGES[kind])
     if spec is None or spec.submodule_search_locations is None:
         return {}
     modules = [m.name for m in pkgutil.iter_modules(list(spec.submodule_search_locations))]
     return {
-        module.replace("_", "-") if kind == "verb" else module: f"{PACKAGES[kind]}.{module}"
+        module: f"{PACKAGES[kind]}.{module}"
         for module in modules
         if not module.startswith("_") and module != "main"
     }

@@ -44,6 +44,13 @@ PICTURES = {
 }
 """File name -> drawing function, which returns None if the record lacks the numbers."""
 
+MU = "flips / dense"
+ABOUT_MU = (
+    f"{MU} is μ of arXiv:2404.01847 section 4: the flip rate over that of the dense run with the "
+    "same mask rule, in the last tenth of the comparisons. A decay factor λ is feasible if μ at "
+    "the end of warm-up lies in [0.60, 0.95]; μ falls as λ grows."
+)
+
 LONGEST = 40
 """Characters of labels that may become a directory name."""
 
@@ -145,12 +152,16 @@ def _several(runs: list[RunData], names: list[str], out: Path, page: bool) -> li
     rows = [_summary(run) for run in runs]
     for row, run, partner in zip(rows, runs, paired.partners, strict=True):
         row[f"minus {paired.reference}"] = _compared(run, partner)
+        if (ratio := run.flip_ratio(partner)) is not None:
+            row[MU] = f"{ratio:.3f}"
     keys = list(dict.fromkeys(key for row in rows for key in row))
     cells = [
         (name, *(row.get(key, "–") for key in keys)) for name, row in zip(names, rows, strict=True)
     ]
     lines += [*markdown_table(("run", *keys), cells), ""]
     lines += ["Train loss and flip rate are running means at the end of the run.", ""]
+    if MU in keys:
+        lines += [ABOUT_MU, ""]
     lines += _descent(paired.seeds())
     lines += ["## What differs", ""]
     if differing := differences(runs):

@@ -163,6 +163,21 @@ class RunData:
             if before != now
         ]
 
+    def flip_ratio(self, dense: RunData | None) -> float | None:
+        """Return the flip rate over that of ``dense``, means of the last tenth of the comparisons.
+
+        None unless both end at one step and compare masks of one rule equally often.
+        """
+        rule = "transposable" if self.option("sparsity") == "tsrste" else "magnitude"
+        if dense in (None, self) or dense.option("sparsity", "flip_rule", None) != rule:
+            return None
+        own, other = (run.series("flip_rate")[1] for run in (self, dense))
+        if self.end != dense.end or not 0 < len(own) == len(other):
+            return None
+        last = max(3, len(own) // 10)
+        reference = float(np.mean(other[-last:]))
+        return float(np.mean(own[-last:])) / reference if reference else None
+
     def flip_interval(self) -> int:
         """Return the median number of steps between two compared masks."""
         steps, intervals = self.series("flip_interval")

@@ -135,14 +135,6 @@ class StudyCell:
             self.pace = (last["time"] - first["time"]) / (last["step"] - first["step"])
 
 
-class CellError(SparsePretrainError):
-    """Failed cell without which a study cannot continue: exit code of the cell."""
-
-    def __init__(self, cell: StudyCell) -> None:
-        self.exit_code = max(1, cell.exit_code)
-        super().__init__(f"{cell.label} failed: {cell.error}; see {cell.directory.console_log}")
-
-
 def _row(cell: StudyCell) -> list[str]:
     """Return the row of a cell in the table."""
     step, loss, flips = (cell.line.get(key) for key in ("step", "loss", "flip_rate"))

@@ -16,14 +16,13 @@ from sparsepretrain.tracking.console import Console, count
 
 def show_plan(found: Sequence[Part], console: Console) -> None:
     """Print the cells of tables or a sweep with remaining work and costs."""
-    cells = to_run(found, console)
-    show_cells(" + ".join(part.name for part in found), cells, console)
+    cells, title = to_run(found, console), " + ".join(part.name for part in found)
+    _show_cells(title, cells, console)
     if following := [stage.name for part in found for stage in part.stages]:
         console.info(f"stages after each run: {', '.join(dict.fromkeys(following))}")
 
 
-def show_cells(title: str, cells: Sequence[StudyCell], console: Console) -> None:
-    """Print cells with their remaining work, and the total cost."""
+def _show_cells(title: str, cells: Sequence[StudyCell], console: Console) -> None:
     console.loading(title)
     from sparsepretrain.tasks import build_task
     from sparsepretrain.training.assembly import META, build_model

@@ -17,7 +17,7 @@ def complete(capsys, *words: str) -> list[str]:
 
 
 def test_verbs_are_completed(capsys):
-    assert complete(capsys, "t") == ["train", "tune-decay"]
+    assert complete(capsys, "t") == ["train"]
     assert {*VERBS} < set(complete(capsys, ""))
     assert complete(capsys, "nonsense", "") == []
 
@@ -33,7 +33,7 @@ def test_keys_follow_the_chosen_options(tmp_path, capsys):
     found = complete(capsys, "train", "sparsity=srste", "--dry-run", "sparsity.d")
     assert sorted(found) == ["sparsity.decay=", "sparsity.decay_on=", "sparsity.decay_ramp="]
     assert "sparsity.gamma=" in complete(capsys, "train", "sparsity=nonsense", "sparsity.")
-    assert "sparsity.dense_tail=" in complete(capsys, "tune-decay", "sparsity.d")
+    assert "sparsity.dense_tail=" in complete(capsys, "train", "sparsity=tsrste", "sparsity.d")
     (tmp_path / "sparsity").mkdir()
     (tmp_path / "sparsity/mine.yaml").write_text("name: mine\n")
     words = ["train", "--config-dir", str(tmp_path), "sparsity=mi"]

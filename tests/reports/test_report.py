@@ -30,6 +30,7 @@ def make_run(
     sparsity: dict[str, Any] | None = None,
     phases: dict[int, float] | None = None,
     interval: int = 1,
+    rate: float = 0.01,
     **config: Any,
 ) -> Path:
     path.mkdir(parents=True)
@@ -46,7 +47,7 @@ def make_run(
             line["sparse"] = [value for first, value in phases.items() if step >= first][-1]
         if flips and step % interval == 0:
             line |= {"flip_interval": float(interval)} if interval > 1 else {}
-            line["flip_rate"] = 0.1 if step == 10 else 0.01
+            line["flip_rate"] = 0.1 if step == 10 else rate
             if step % 20 == 0:
                 line |= {f"flip_rate/{name}": 0.0 if step == 100 else 0.02 for name in LAYERS}
         lines.append(line)
@@ -160,6 +161,21 @@ def test_report_of_several_runs_compares_them(tmp_path, monkeypatch):
     assert len(axes) == 2, "no flip rates"
     looks = {(line.get_color(), line.get_linestyle()) for line in axes[0].lines}
     assert len(looks) == 8
+
+
+@pytest.mark.parametrize(
+    ("rule", "interval", "ratio"),
+    [("transposable", 5, "0.700"), ("magnitude", 5, None), ("transposable", 1, None)],
+)
+def test_flips_over_dense_are_shown_for_equal_mask_rules_and_intervals(
+    tmp_path, rule, interval, ratio
+):
+    dense = make_run(tmp_path / "a", "dense", sparsity={"flip_rule": rule}, interval=interval)
+    other = make_run(tmp_path / "b", "tsrste", sparsity={"decay": 1e-4}, interval=5, rate=0.007)
+    lines = report([dense, other], tmp_path / "out")[-1].read_text().splitlines()
+    header, _, _, second = [x.strip("| ").split(" | ") for x in lines if x[:2] == "| "][:4]
+    found = dict(zip(header, second, strict=True)).get("flips / dense")
+    assert found == ratio and any("μ of arXiv:2404.01847" in x for x in lines) == bool(ratio)
 
 
 @pytest.mark.parametrize(

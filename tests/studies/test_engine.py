@@ -197,21 +197,21 @@ def test_cells_of_one_run_are_run_in_turn(tiny: Tiny) -> None:
     assert second.line["step"] == 6
 
 
-COMMAND = ("tune-decay", "--grid", "1e-3,1e-1", "--points", "2", "--steps", "50000", "name=x")
+COMMAND = ("sweep", "--name", "x", "sparsity=ste,srste")
 
 
 @pytest.mark.fault
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_children_save_and_end_with_the_command(tiny: Tiny, number: int) -> None:
     """SIGINT and SIGTERM reach the group, as from a terminal; children end with the parent."""
-    overrides = [*tiny.overrides(*ENDLESS, "optim.lr=1e-2", "schedule.warmup=0"), "name=x"]
+    overrides = tiny.overrides(*ENDLESS)
     command = [sys.executable, "-m", "sparsepretrain", *COMMAND, *overrides]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     record = None
     deadline = time.monotonic() + 120
     while record is None and time.monotonic() < deadline:
         time.sleep(0.1)
-        record = next(tiny.root.glob("runs/tune_x/*/metrics.jsonl"), None)
+        record = next(tiny.root.glob("runs/x/*/*/metrics.jsonl"), None)
     assert record is not None
     if number == signal.SIGKILL:
         process.kill()
