@@ -211,11 +211,8 @@ def load_plugins(named: object) -> list[str]:
 
 def built_in(kind: str) -> dict[str, str]:
     """Return name -> module of the built-ins."""
-    # find_spec of a.b.c imports a.b: __init__ files of packages are torch-free
-    spec = importlib.util.find_spec(PACKAGES[kind])
-    if spec is None or spec.submodule_search_locations is None:
-        return {}
-    modules = [m.name for m in pkgutil.iter_modules(list(spec.submodule_search_locations))]
+    directory = Path(__file__).parent.joinpath(*PACKAGES[kind].split(".")[1:])
+    modules = [module.name for module in pkgutil.iter_modules([str(directory)])]
     return {
         module: f"{PACKAGES[kind]}.{module}"
         for module in modules

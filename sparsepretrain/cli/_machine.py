@@ -59,14 +59,10 @@ def machine() -> list[tuple[str, str]]:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         sheet = known_gpu(properties.name)
-        rows.append(
-            (
-                f"cuda:{index}",
-                f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
-                f"{properties.total_memory / 2**30:.0f} GiB; "
-                + (f"data sheet of {sheet}" if sheet else "no data sheet is known"),
-            )
-        )
+        about = f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
+        about += f"{properties.total_memory / 2**30:.0f} GiB; "
+        about += f"data sheet of {sheet}" if sheet else "no data sheet is known"
+        rows.append((f"cuda:{index}", about))
     if not torch.cuda.device_count():
         why = unusable_gpu()
         rows.append(("GPU", f"none: {why}" if why else "none"))

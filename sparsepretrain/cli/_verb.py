@@ -30,8 +30,6 @@ class Verb(ABC):
 
     summary: ClassVar[str] = ""
     """Line of ``sparsepretrain --help``, and default description of the verb's help."""
-    order: ClassVar[int] = 100
-    """Sort key in ``sparsepretrain --help``, before the name."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:  # noqa: B027 - none by default
         """Add arguments to ``parser``; may replace its ``description``."""

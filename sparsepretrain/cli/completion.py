@@ -46,7 +46,6 @@ complete -c sparsepretrain -a '(__sparsepretrain)'
 @register("verb", "completion")
 class Completion(Verb):
     summary = "print a completion script for bash, zsh or fish"
-    order = 10
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("shell", choices=list(SCRIPTS))

@@ -14,15 +14,10 @@ from sparsepretrain.registry import register, suggestion
 @register("verb", "configs")
 class Configs(Verb):
     summary = "list the configuration groups and their options, or print the keys of some"
-    order = 7
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "options",
-            nargs="*",
-            metavar="GROUP=OPTION",
-            help="print the file of an option, with comments: sparsity=sste",
-        )
+        text = "print the file of an option, with comments: sparsity=sste"
+        parser.add_argument("options", nargs="*", metavar="GROUP=OPTION", help=text)
         add_config_dir(parser)
 
     def run(self, args: argparse.Namespace) -> int:

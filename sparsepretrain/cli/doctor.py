@@ -11,7 +11,6 @@ from sparsepretrain.registry import register
 @register("verb", "doctor")
 class Doctor(ConfiguredVerb):
     summary = "show versions, devices and sparse matmuls of this machine"
-    order = 8
 
     def run(self, args: argparse.Namespace) -> int:
         from sparsepretrain.tracking.console import Console

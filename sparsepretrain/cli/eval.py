@@ -36,7 +36,6 @@ class Settings:
 @register("verb", "eval")
 class Eval(ConfiguredVerb):
     summary = "metrics of a checkpoint on a whole split; sparse or densified, averaged"
-    order = 4
     settings = Settings
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:

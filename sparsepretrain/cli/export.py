@@ -19,28 +19,17 @@ N:M with +0.0, and logits must equal those of the evaluation.
 @register("verb", "export")
 class Export(Verb):
     summary = "write a run for transformers or timm, proven sparse, with a model card"
-    order = 9
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.description = DESCRIPTION
         parser.add_argument("run", metavar="RUN", help="a run directory or one of its checkpoints")
-        parser.add_argument(
-            "--format",
-            choices=["hf", "semi_structured"],
-            default="hf",
-            help="semi_structured: refuse layers that load_semi_structured cannot load on a GPU",
-        )
-        parser.add_argument(
-            "--merge-adapters",
-            action="store_true",
-            help="add low-rank adapters to the weights, which are then not N:M",
-        )
-        parser.add_argument(
-            "--out",
-            type=Path,
-            metavar="DIR",
-            help="default: RUN/export/FORMAT, RUN/export/merged with --merge-adapters",
-        )
+        text = "semi_structured: refuse layers that load_semi_structured cannot load on a GPU"
+        forms = ["hf", "semi_structured"]
+        parser.add_argument("--format", choices=forms, default="hf", help=text)
+        text = "add low-rank adapters to the weights, which are then not N:M"
+        parser.add_argument("--merge-adapters", action="store_true", help=text)
+        text = "default: RUN/export/FORMAT, RUN/export/merged with --merge-adapters"
+        parser.add_argument("--out", type=Path, metavar="DIR", help=text)
 
     def run(self, args: argparse.Namespace) -> int:
         from sparsepretrain.runs.directory import RunDirectory

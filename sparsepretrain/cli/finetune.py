@@ -20,14 +20,10 @@ examples:
 @register("verb", "finetune")
 class Finetune(Train):
     summary = "fine-tune a run or a Hugging Face checkpoint on task=…"
-    order = 2
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "checkpoint",
-            metavar="CHECKPOINT",
-            help="run directory, checkpoint in it, or Hugging Face checkpoint",
-        )
+        text = "run directory, checkpoint in it, or Hugging Face checkpoint"
+        parser.add_argument("checkpoint", metavar="CHECKPOINT", help=text)
         super().add_arguments(parser)
         parser.epilog = EXAMPLES
 

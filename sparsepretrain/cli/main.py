@@ -44,6 +44,12 @@ exit codes:
   5 diverged, 130 interrupted, 143 preempted after a save
 """
 
+ORDER = (
+    *("train", "finetune", "eval", "reproduce", "prepare", "sweep", "methods", "configs"),
+    *("doctor", "report", "export", "completion"),
+)
+"""Verbs in the order of the help; those of plug-ins follow."""
+
 WORKER = "__worker"
 """Hidden verb of processes started by ``sparsepretrain.training.launch``."""
 
@@ -131,8 +137,8 @@ def _interrupts() -> Iterator[None]:
 
 def verbs() -> dict[str, Verb]:
     """Return name -> verb, built in or of a loaded plug-in, in the order of the help."""
-    found = {name: _verb(name) for name in registry.names("verb")}
-    return dict(sorted(found.items(), key=lambda item: (item[1].order, item[0])))
+    names = dict.fromkeys([*ORDER, *registry.names("verb")])
+    return {name: _verb(name) for name in names}
 
 
 def parser(name: str) -> Parser:

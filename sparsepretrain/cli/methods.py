@@ -14,7 +14,6 @@ from sparsepretrain.registry import register
 @register("verb", "methods")
 class Methods(ConfiguredVerb):
     summary = "list the methods: operands of each matmul, and the paper"
-    order = 6
 
     def run(self, args: argparse.Namespace) -> int:
         from sparsepretrain.config import compose

@@ -13,7 +13,6 @@ from sparsepretrain.registry import register
 @register("verb", "prepare")
 class Prepare(ConfiguredVerb):
     summary = "download, tokenize and store a data set without training"
-    order = 5
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         super().add_arguments(parser)

@@ -12,16 +12,11 @@ from sparsepretrain.registry import register
 @register("verb", "report")
 class Report(Verb):
     summary = "draw plots and write a report from run directories, or of a table"
-    order = 8
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "words",
-            nargs="+",
-            metavar="RUN|TABLE",
-            help="run directories; or a table of `sparsepretrain reproduce --list` and the "
-            "KEY=VALUE of its runs",
-        )
+        text = "run directories; or a table of `sparsepretrain reproduce --list` and the "
+        text += "KEY=VALUE of its runs"
+        parser.add_argument("words", nargs="+", metavar="RUN|TABLE", help=text)
         parser.add_argument("--out", type=Path, metavar="DIR", help="where to write")
         table = parser.add_argument_group("of a table")
         table.add_argument("--scale", choices=("nano", "paper"), help="nano where there is one")

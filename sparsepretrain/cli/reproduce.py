@@ -68,7 +68,6 @@ class StudyVerb(ConfiguredVerb):
 @register("verb", "reproduce")
 class Reproduce(StudyVerb):
     summary = "run a table of a paper, all cells and seeds, or list the tables"
-    order = 4
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.description = DESCRIPTION

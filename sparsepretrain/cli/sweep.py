@@ -21,7 +21,6 @@ evaluation, averaged over seeds.
 @register("verb", "sweep")
 class Sweep(StudyVerb):
     summary = "train every combination of values, or search for the best"
-    order = 5
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.description = DESCRIPTION

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from sparsepretrain.config.schema import Run
     from sparsepretrain.runs.directory import RunDirectory
 
-
 EXAMPLES = """\
 examples:
   sparsepretrain train sparsity=sste sparsity.gamma=0.2
@@ -28,20 +27,15 @@ keys of an option with comments.
 @register("verb", "train")
 class Train(ConfiguredVerb):
     summary = "train a model; model=… is a paper's recipe, every key can be overridden"
-    order = 1
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         super().add_arguments(parser)
         parser.epilog = EXAMPLES
         parser.formatter_class = argparse.RawDescriptionHelpFormatter
-        parser.add_argument(
-            "--cfg", choices=["job"], help="print the resolved configuration and stop"
-        )
-        parser.add_argument(
-            "--dry-run",
-            action="store_true",
-            help="print coverage, parameters, FLOPs, memory and time, and stop",
-        )
+        text = "print the resolved configuration and stop"
+        parser.add_argument("--cfg", choices=["job"], help=text)
+        text = "print coverage, parameters, FLOPs, memory and time, and stop"
+        parser.add_argument("--dry-run", action="store_true", help=text)
         text = "end after N steps; the same command without it continues"
         parser.add_argument("--stop-after", type=integer_from(1), metavar="N", help=text)
 

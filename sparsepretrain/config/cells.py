@@ -19,7 +19,6 @@ from sparsepretrain.registry import suggestion
 SIMPLE = re.compile(r"(?!(?:true|false|null|inf|nan)$)[a-z/][\w/.+-]*", re.ASCII | re.IGNORECASE)
 """Names that need no quotes in Hydra's grammar."""
 
-
 MAX_SEED_RANGE = 10_000
 
 Seeds = Sequence[int] | int | None

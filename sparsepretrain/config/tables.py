@@ -196,6 +196,11 @@ class Claim:
     untestable: dict[str, str] = field(default_factory=dict)
     """Scale -> reason why its runs cannot test the claim."""
 
+    @property
+    def names(self) -> list[str]:
+        """Rows and cells of all terms."""
+        return [name for term in self.of for name in ([term] if isinstance(term, str) else term)]
+
     def problems(self) -> Problems:
         least = 3 if self.kind == "interior" else 2
         most = 99 if self.kind in ("order", "best_of", "interior") else 2
@@ -298,9 +303,7 @@ class Table:
             directed = claim.kind in ("best_of", "interior", "not_worse")
             if directed and about and about.better is None:
                 yield f"claims[{i}].metric", "has no best: give its `better`"
-            for term in claim.of:
-                named = [term] if isinstance(term, str) else term
-                yield from _unknown(f"claims[{i}].of", named, cells)
+            yield from _unknown(f"claims[{i}].of", claim.names, cells)
         for i, printed in enumerate(self.published):
             labels = {*self.rows, *self.columns}
             yield from _unknown(f"published[{i}].metric", [printed.metric], self.metrics)
@@ -340,11 +343,6 @@ def at_scale(table: Table, scale: Scale) -> Table:
 
     run_columns = {column for _, column, why in table_cells(table, scale) if not why}
 
-    def is_shown(claim: Claim) -> bool:
-        terms = ([term] if isinstance(term, str) else term for term in claim.of)
-        columns = {name.partition(" @ ")[2] for name in chain.from_iterable(terms)}
-        return columns - {""} <= run_columns
-
     claims = [
         replace(
             claim,
@@ -354,12 +352,13 @@ def at_scale(table: Table, scale: Scale) -> Table:
             source="" if table.paper else claim.source,
         )
         for claim in table.claims
-        if is_shown(claim)
+        if {name.partition(" @ ")[2] for name in claim.names} <= {"", *run_columns}
     ]
     metrics = {
         key: replace(metric, variant=size.variants.get(key, metric.variant))
         for key, metric in table.metrics.items()
     }
+    without = {named(cell): why for cell, why in size.without.items()}
     shown = replace(
         table,
         rows={named(row): words for row, words in table.rows.items()},
@@ -367,20 +366,13 @@ def at_scale(table: Table, scale: Scale) -> Table:
         baseline=table.baseline and named(table.baseline),
         claims=claims,
         metrics=metrics,
-        scales={
-            **table.scales,
-            scale: replace(size, without={named(k): v for k, v in size.without.items()}),
-        },
+        scales={**table.scales, scale: replace(size, without=without)},
+        notes=notes,
     )
     if not table.paper:
-        return replace(shown, notes=notes)
-    return replace(
-        shown,
-        title=f"{table.title} – nano stand-in: {size.stand_in}",
-        published=[],
-        settings={},
-        notes=size.notes,
-    )
+        return shown
+    title = f"{table.title} – nano stand-in: {size.stand_in}"
+    return replace(shown, title=title, published=[], settings={}, notes=size.notes)
 
 
 def _unknown(key: str, names: Iterable[str], known: Collection[str]) -> Problems:

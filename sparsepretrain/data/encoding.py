@@ -195,10 +195,8 @@ def train_wordpiece(texts: Iterable[bytes | str], vocab_size: int, *, lowercase:
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     normalizer = normalizers.BertNormalizer(lowercase=lowercase)
-    words, mark = (
-        pre_tokenizers.BertPreTokenizer(),
-        "\ue000",
-    )  # the normalizer removes private-use characters
+    words = pre_tokenizers.BertPreTokenizer()
+    mark = "\ue000"  # the normalizer removes private-use characters
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(normalizer.normalize_str(_text(text)))

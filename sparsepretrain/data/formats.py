@@ -1,7 +1,6 @@
-"""Contents of prepared data by the kind of its source: counting, sentence pairs and records.
+"""Contents of prepared data by the kind of its source: records, images, sentence pairs.
 
-Images open in :mod:`sparsepretrain.data.images`, windows of text in
-:mod:`sparsepretrain.data.order`.
+Windows of text open in :mod:`sparsepretrain.data.order`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +17,9 @@ from sparsepretrain import registry
 from sparsepretrain.data.source import TRAIN, Shard, Source
 from sparsepretrain.data.tokens import TokenData
 from sparsepretrain.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 CHUNK = 1 << 24
 """Tokens compared at a time."""
@@ -58,6 +60,46 @@ def records(data: TokenData, split: str) -> list[dict[str, Any]]:
     if split not in data.tokens:
         return []
     return [json.loads(document) for document in data.tokens[split].tobytes().split(b"\0")[:-1]]
+
+
+class Images:
+    """Labeled images of one split, found by the index of an :class:`IndexSource`."""
+
+    def __init__(self, options: Any, data: TokenData, split: str, classes: int) -> None:
+        """Open a split of ``data``, prepared from the source of ``options``.
+
+        Raises:
+            DataError: it has no images, or the last one has a label that the model lacks.
+        """
+        if split not in data.tokens:
+            raise DataError(f"{data.name} has no {split} split")
+        self._source: Any = registry.get("source", options.source)(options)
+        self._bytes, self._classes = data.tokens[split], classes
+        self._where = f"{data.name}, {split} split"
+        self._ends = np.flatnonzero(np.asarray(self._bytes) == 0)
+        self.count = len(self._ends)
+        """Number of images."""
+        if not self.count:
+            raise DataError(f"{self._where}: no images")
+        self.label(self.count - 1)  # folders come in the order of their labels
+
+    def label(self, index: int) -> int:
+        """Return the class of an image; raise DataError if the model lacks it."""
+        label = int(self._entry(index)["label"])
+        if not 0 <= label < self._classes:
+            raise DataError(
+                f"{self._where}: image {index} has label {label}, out of range for "
+                f"model.classes={self._classes}"
+            )
+        return label
+
+    def image(self, index: int) -> Image:
+        """Return an image in RGB and its own size; raise DataError if undecodable."""
+        return self._source.read(self._entry(index)).convert("RGB")
+
+    def _entry(self, index: int) -> Any:
+        begin = int(self._ends[index - 1]) + 1 if index else 0
+        return json.loads(bytes(self._bytes[begin : self._ends[index]]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +151,4 @@ def pairs(data: TokenData, split: str) -> Pairs:
 
 def references(data: TokenData, split: str) -> list[str]:
     """Return the raw targets of a held-out split, one per pair."""
-    file = data.references[split]
-    lines = file.read_bytes().decode(errors="replace").split("\0")[:-1]
-    if len(lines) != len(pairs(data, split)):
-        raise DataError(f"{file} does not belong to {split}.bin: delete {data.directory}")
-    return lines
+    return data.references[split].read_bytes().decode(errors="replace").split("\0")[:-1]

@@ -30,7 +30,7 @@ import numpy as np
 from sparsepretrain import registry
 from sparsepretrain.data.encoding import Codec, open_codec
 from sparsepretrain.data.formats import FORMATS, raw_targets
-from sparsepretrain.data.source import SPLITS, TRAIN, VALIDATION, GeneratedSource, Shard, Source
+from sparsepretrain.data.source import SPLITS, TRAIN, VALIDATION, Shard, Source
 from sparsepretrain.data.tokens import (
     FORMAT,
     MANIFEST,
@@ -41,7 +41,7 @@ from sparsepretrain.data.tokens import (
     open_tokens,
     verify,
 )
-from sparsepretrain.errors import ConfigError, DataError, SparsePretrainWarning
+from sparsepretrain.errors import DataError, SparsePretrainWarning
 from sparsepretrain.files import cache_directory, sync, write_atomic
 
 TRAINING_TEXT = 256 << 20
@@ -90,11 +90,8 @@ def prepare(
         on_progress: called in this process after each shard.
 
     Raises:
-        ConfigError: ``workers`` is below 1, or the source generates its samples.
         DataError: the text cannot be found, fetched, read or tokenized, or the cache written.
     """
-    if workers is not None and workers < 1:
-        raise ConfigError(f"workers must be ≥ 1, got {workers}")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         # a spawned worker re-imports the calling script and would wait for its own parent
         raise DataError(
@@ -143,11 +140,7 @@ def load(options: Any, *, on_progress: OnProgress | None = None) -> TokenData:
 
 
 def _locate(options: Any) -> tuple[Source, Path]:
-    source: Source | GeneratedSource = registry.get("source", options.source)(options)
-    if isinstance(source, GeneratedSource):
-        raise ConfigError(
-            f"{options.name} is generated while training: there is nothing to prepare"
-        )
+    source: Source = registry.get("source", options.source)(options)
     identity: dict[str, Any] = {
         "format": FORMAT,
         "options": {k: v for k, v in asdict(options).items() if k not in options.about},
@@ -194,9 +187,7 @@ def _build(source: Source, directory: Path, workers: int | None, report: OnProgr
     tokenizer = None if source.tokenizer.origin == "bytes" else parts / TOKENIZER
     if tokenizer is not None and not tokenizer.exists():
         text = _TrainingText(source, shards, report)
-        known = source.tokenizer
-        trained = known.origin == "trained"
-        content = known.train(text, source.vocab_size) if trained else known.read()
+        content = source.tokenizer.make(text, source.vocab_size)
         parts.mkdir(exist_ok=True)
         write_atomic(tokenizer, content)
     parts.mkdir(exist_ok=True)

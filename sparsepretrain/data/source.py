@@ -100,8 +100,6 @@ class GeneratedSource(ABC):
     Options: ClassVar[type[SourceOptions]]
     kind: ClassVar[str]
     """Kind of the samples, matched with ``Task.kind``."""
-    unit: ClassVar[str]
-    """Name of a sample in the plural."""
 
     def __init__(self, options: Any) -> None:
         self.options = options

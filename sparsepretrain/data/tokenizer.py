@@ -79,10 +79,12 @@ class Tokenizer:
         except ValueError as error:  # not UTF-8, or no legal repository name
             raise DataError(f"data.tokenizer: cannot use {self.name!r}: {reason(error)}") from error
 
-    def train(self, texts: Iterable[bytes | str], vocab_size: int) -> str:
-        """Train on ``texts``, which are iterated twice, and return the tokenizer.json."""
+    def make(self, texts: Iterable[bytes | str], vocab_size: int) -> str:
+        """Return the tokenizer.json, trained on ``texts``, which are iterated twice, or read."""
         from sparsepretrain.data.encoding import train_bpe, train_wordpiece
 
+        if self.origin != "trained":
+            return self.read()
         if self.training == "bpe":
             return train_bpe(texts, vocab_size)
         return train_wordpiece(texts, vocab_size, lowercase=self.training == "uncased wordpiece")

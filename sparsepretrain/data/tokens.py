@@ -37,8 +37,8 @@ CHUNK = 1 << 24
 class Damaged(DataError):
     """Prepared data was changed or lost; preparing again repairs it."""
 
-    def __init__(self, directory: Path, problem: str, name: str) -> None:
-        self.problem = problem
+    def __init__(self, directory: Path, problem: str) -> None:
+        self.problem, name = problem, directory.name.rpartition("-")[0]
         super().__init__(
             f"{problem}: delete {directory} or run `sparsepretrain prepare data={name}` (with the "
             "data options of this run) again"
@@ -118,11 +118,10 @@ def verify(directory: Path, on_bytes: Callable[[int, int], None], *, known: bool
                     done += len(content)
                     on_bytes(done, total)
             if digest.hexdigest() != expected:
-                problem = f"{directory / name} does not match its checksum"
-                raise Damaged(directory, problem, manifest["name"])
+                raise Damaged(directory, f"{directory / name} does not match its checksum")
     except OSError as error:
         problem = f"{error.filename} cannot be read ({error.strerror})"
-        raise Damaged(directory, problem, manifest["name"]) from error
+        raise Damaged(directory, problem) from error
     with contextlib.suppress(OSError):  # a read-only cache is checked every time
         write_atomic(directory / VERIFIED, json.dumps(stamps), tag=f".{os.getpid()}")
 
@@ -141,6 +140,5 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError):
         whole = False
     if not whole:
-        name = directory.name.rpartition("-")[0]
-        raise Damaged(directory, f"{file} is missing or damaged", name)
+        raise Damaged(directory, f"{file} is missing or damaged")
     return manifest

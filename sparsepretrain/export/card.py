@@ -38,26 +38,18 @@ def write(converted: Converted, about: dict[str, Any], directory: Path, *, semi:
     lines = ["---", f"library_name: {library}", f"pipeline_tag: {pipeline}", "tags:"]
     lines += ["- sparsepretrain", f"- {method.options.name}"]
     lines += [f'- "{about["pattern"]} sparsity"'] if about["pattern"] else []
-    lines += [
-        "---",
-        "",
-        f"# {config['name']}, {title(method)}",
-        "",
-        *_weights(converted, about),
-        "",
-    ]
+    lines += ["---", "", f"# {config['name']}, {title(method)}", ""]
+    lines += [*_weights(converted, about), ""]
     lines += ["## Use", "", "```python", *_use(converted, auto), "```", ""]
     if semi:
         lines += ["On a GPU, with the products of the sparse layers sparse:", "", "```python"]
         lines += ["from sparsepretrain.export import load_semi_structured", ""]
         lines += ['model = load_semi_structured("DIR", device="cuda")', "```", ""]
-    row = method.sparse_row
-    cells = [str(operand) for operand in row]
     lines += ["## Method", "", f"{method.summary}. {method.paper}".replace(". –", "."), ""]
-    lines += ["| " + " | ".join(COLUMNS.values()) + " |", "| " + " | ".join("-" * 3 for _ in cells)]
-    lines[-1] += " |"
-    lines += ["| " + " | ".join(cells) + " |", ""]
-    lines += ["fprop Y = Xf(X)·A(W)ᵀ, dgrad dX = P(G)·B(W), wgrad dW = U(G)ᵀ·Xw(X)", ""]
+    cells = [str(operand) for operand in method.sparse_row]
+    for row in (COLUMNS.values(), ["---"] * len(cells), cells):
+        lines.append(f"| {' | '.join(row)} |")
+    lines += ["", "fprop Y = Xf(X)·A(W)ᵀ, dgrad dX = P(G)·B(W), wgrad dW = U(G)ᵀ·Xw(X)", ""]
     run = source.run
     if run is not None and (figure := run.plots / FIGURE).is_file():
         shutil.copyfile(figure, directory / FIGURE)

@@ -159,18 +159,15 @@ def write(converted: Converted, directory: Path) -> float:
 
 def load(converted: Converted, directory: Path) -> nn.Module:
     """Load the written model with its library."""
-    model, options = converted.model, converted.task.model_options
     if converted.is_timm:
         import timm
 
+        options, path = converted.task.model_options, str(directory / WEIGHTS)
         arguments = converted.task.recipe.arguments(options)
-        path = str(directory / WEIGHTS)
-        name = options.architecture
-        return timm.create_model(name, checkpoint_path=path, **arguments).eval()
+        return timm.create_model(options.architecture, checkpoint_path=path, **arguments).eval()
     with quiet(str(directory)):
-        cls: Any = type(model)
-        loaded: nn.Module = cls.from_pretrained(directory, dtype=torch.float32)
-    return loaded.eval()
+        cls: Any = type(converted.model)
+        return cls.from_pretrained(directory, dtype=torch.float32).eval()
 
 
 def _write_adapters(converted: Converted, directory: Path) -> None:

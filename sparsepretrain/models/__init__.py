@@ -69,6 +69,7 @@ class Headable(Recipe):
     returns hidden states of width ``options.n_embd``, or an object with ``last_hidden_state``.
     """
 
+    tasks = frozenset({"causal_lm", "sequence_classification", "question_answering"})
     causal: ClassVar[bool] = False
     """True if attention is causal; the last token then represents the sequence."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from sparsepretrain.limits import Problems
-from sparsepretrain.models import Headable
+from sparsepretrain.models import Head, Headable
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -37,19 +37,26 @@ def attention_without_masks() -> str:
     return "causal_sdpa"
 
 
-def as_stock(model: Any, class_name: str, renamed: dict[str, str] | None = None) -> Any:
+HEADED = {"labels": "ForSequenceClassification", "spans": "ForQuestionAnswering"}
+"""Ends of the names of transformers' classes with a head."""
+
+
+def as_stock(
+    model: Any, family: str, head: Head | None, renamed: dict[str, str] | None = None
+) -> Any:
     """Build a class of transformers with the settings and weights of ``model``.
 
-    The first child of ``model`` has transformers' config. ``renamed``: prefix of a parameter name
-    in that class -> prefix in ``model``.
+    The first child of ``model`` has transformers' config. ``family`` begins the name of the class
+    for ``head``. ``renamed``: prefix of a parameter name in that class -> prefix in ``model``.
     """
     import torch
     import transformers
 
     config = copy.deepcopy(next(model.children()).config)
     config.use_cache, config._attn_implementation = True, "sdpa"
-    if head := getattr(model, "score", getattr(model, "classifier", None)):
-        config.num_labels = head.out_features
+    if last := getattr(model, "score", getattr(model, "classifier", None)):
+        config.num_labels = last.out_features
+    class_name = type(model).__name__ if head is None else family + HEADED[head]
     stock = getattr(transformers, class_name)(config).eval()
     transposed = {k for k, m in stock.named_modules() if type(m).__name__ == "Conv1D"}
     source_state = model.state_dict()

@@ -65,6 +65,4 @@ class Bert(EncoderRecipe):
 
     @classmethod
     def stock(cls, model: nn.Module, options: BertOptions, head: Head | None) -> nn.Module:
-        kinds = {"labels": "BertForSequenceClassification", "spans": "BertForQuestionAnswering"}
-        name = kinds.get(str(head), "BertForMaskedLM")
-        return as_stock(model, name, {"bert.pooler.dense.": "pooler."})
+        return as_stock(model, "Bert", head, {"bert.pooler.dense.": "pooler."})

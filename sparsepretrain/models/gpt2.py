@@ -34,7 +34,6 @@ class GPT2(Headable):
     """GPT2LMHeadModel of transformers."""
 
     Options = GPT2Options
-    tasks = frozenset({"causal_lm", "sequence_classification", "question_answering"})
     causal = True
     layers: ClassVar = {
         "ffn": ["*.mlp.c_fc", "*.mlp.c_proj"],
@@ -77,18 +76,15 @@ class GPT2(Headable):
     @classmethod
     def stock(cls, model: nn.Module, options: GPT2Options, head: Head | None) -> nn.Module:
         """Transpose weights for Conv1D, which stores (in, out); missing biases become zeros."""
-        kinds = {"labels": "GPT2ForSequenceClassification", "spans": "GPT2ForQuestionAnswering"}
-        return as_stock(model, kinds.get(str(head), "GPT2LMHeadModel"))
+        return as_stock(model, "GPT2", head)
 
 
 def _linear_from(conv: nn.Module, bias: bool) -> nn.Module:
     """Return nn.Linear with the weight of a Conv1D, which stores (in_features, out_features)."""
-    import torch
     from torch import nn
 
     width_in, width_out = conv.weight.shape  # type: ignore[misc]
-    with torch.device("meta"):
-        linear = nn.Linear(width_in, width_out, bias=bias)
+    linear = nn.Linear(width_in, width_out, bias=bias, device="meta")
     linear.weight = nn.Parameter(conv.weight.detach().t().contiguous())  # type: ignore[operator]
     if bias:
         linear.bias = nn.Parameter(conv.bias.detach().clone())  # type: ignore[operator]

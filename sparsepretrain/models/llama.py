@@ -34,7 +34,6 @@ class Llama(Headable):
     """LlamaForCausalLM of transformers, with untied embeddings and no grouped queries."""
 
     Options = LlamaOptions
-    tasks = frozenset({"causal_lm", "sequence_classification", "question_answering"})
     causal = True
     layers: ClassVar = {
         "ffn": ["*.mlp.gate_proj", "*.mlp.up_proj", "*.mlp.down_proj"],
@@ -73,7 +72,6 @@ class Llama(Headable):
     @classmethod
     def stock(cls, model: nn.Module, options: LlamaOptions, head: Head | None) -> nn.Module:
         """Copy the weights into the class of transformers; they have the same names."""
-        kinds = {"labels": "LlamaForSequenceClassification", "spans": "LlamaForQuestionAnswering"}
         # the backbone of LlamaForQuestionAnswering alone is called transformer
         renamed = {"transformer.": "model."} if head == "spans" else None
-        return as_stock(model, kinds.get(str(head), "LlamaForCausalLM"), renamed)
+        return as_stock(model, "Llama", head, renamed)

@@ -107,7 +107,7 @@ class Marian(Recipe):
 
     @classmethod
     def stock(cls, model: nn.Module, options: MarianOptions, head: Head | None) -> nn.Module:
-        return as_stock(model, "MarianMTModel")
+        return as_stock(model, "Marian", head)
 
     @staticmethod
     def logits(model: nn.Module, source: Tensor, mask: Tensor, previous: Tensor) -> Tensor:

@@ -57,7 +57,6 @@ class Pretrained(Headable):
     """Class of transformers for the task, built from the checkpoint's config.json."""
 
     Options = PretrainedOptions
-    tasks = frozenset({"causal_lm", "sequence_classification", "question_answering"})
 
     @classmethod
     def roles(cls, options: PretrainedOptions) -> dict[str, list[str]]:

@@ -112,8 +112,14 @@ class TimmImage(Recipe):
             near = suggestion(options.architecture, timm.list_models(), "model.architecture=")
             known = near if "did you mean" in near else " (timm.list_models() names all)"
             raise ConfigError(f"timm has no model {options.architecture!r}{known}")
+        arguments = TimmImage.arguments(options)
+        if options.activation is not None:
+            from transformers.activations import ACT2FN
+
+            name = transformers_name(options.activation)
+            arguments["act_layer"] = functools.partial(ACT2FN.__getitem__, name)
         try:
-            model = timm.create_model(options.architecture, **_arguments(options))
+            model = timm.create_model(options.architecture, **arguments)
         except (TypeError, ValueError, AssertionError) as error:
             why = reason(error)
             raise ConfigError(f"timm cannot build {options.architecture}: {why}") from error
@@ -135,38 +141,27 @@ class TimmImage(Recipe):
 
     @staticmethod
     def arguments(options: TimmOptions) -> dict[str, Any]:
-        """Return the JSON-compatible keyword arguments of ``timm.create_model``."""
-        named = {} if options.activation is None else {"act_layer": options.activation}
-        return {**_arguments(options), **named}
+        """Return the options that are not null under timm's names, as JSON values."""
+        arguments: dict[str, Any] = {"num_classes": options.classes, "drop_rate": options.dropout}
+        if options.drop_path:
+            arguments["drop_path_rate"] = options.drop_path
+        if options.kind in ("deit", "vit"):
+            arguments["img_size"] = options.image_size
+            names = {"activation": "act_layer", "patch_size": "patch_size", "depth": "depth"}
+            names |= {"width": "embed_dim", "heads": "num_heads"}
+        else:
+            names = {"depth": "layers", "width": "channels", "zero_init_last": "zero_init_last"}
+        given = {theirs: getattr(options, ours) for ours, theirs in names.items()}
+        return arguments | {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in given.items()
+            if value is not None
+        }
 
     @staticmethod
     def logits(model: nn.Module, images: Tensor) -> Tensor:
         """Map (batch, 3, image_size, image_size) fp32 to (batch, classes)."""
         return model(images)
-
-
-def _arguments(options: TimmOptions) -> dict[str, Any]:
-    """Return the options that are not null under timm's names."""
-    arguments: dict[str, Any] = {"num_classes": options.classes, "drop_rate": options.dropout}
-    if options.drop_path:
-        arguments["drop_path_rate"] = options.drop_path
-    if options.kind in ("deit", "vit"):
-        arguments["img_size"] = options.image_size
-        names = {"patch_size": "patch_size", "depth": "depth", "width": "embed_dim"}
-        names["heads"] = "num_heads"
-        if options.activation is not None:
-            from transformers.activations import ACT2FN
-
-            name = transformers_name(options.activation)
-            arguments["act_layer"] = functools.partial(ACT2FN.__getitem__, name)
-    else:
-        names = {"depth": "layers", "width": "channels", "zero_init_last": "zero_init_last"}
-    given = {theirs: getattr(options, ours) for ours, theirs in names.items()}
-    return arguments | {
-        key: tuple(value) if isinstance(value, list) else value
-        for key, value in given.items()
-        if value is not None
-    }
 
 
 def _shrink_stem(model: Any) -> None:

@@ -69,11 +69,11 @@ class Difference:
         room = (margin - abs(self.mean)) / self._error
         return float(special.stdtr(self.n - 1, -room))
 
-    def interval(self, confidence: float = 0.95) -> tuple[float, float]:
-        """Return the confidence interval of the mean; NaN for fewer than two seeds."""
+    def interval(self) -> tuple[float, float]:
+        """Return the 95 % confidence interval of the mean; NaN for fewer than two seeds."""
         if self.n < 2:
             return math.nan, math.nan
-        half = float(special.stdtrit(self.n - 1, 0.5 + confidence / 2)) * self._error
+        half = float(special.stdtrit(self.n - 1, 0.975)) * self._error
         return self.mean - half, self.mean + half
 
     def detectable(self) -> float:
@@ -157,7 +157,7 @@ def judge(
     """
     if scale in claim.untestable:
         return Ruling("not testable at this scale", claim.untestable[scale])
-    names = [name for term in claim.of for name in ([term] if isinstance(term, str) else term)]
+    names = claim.names
     everywhere = any(name in table.rows for name in names) and bool(table.columns)
     along = claim.along or (list(table.columns) if everywhere else [""])
     unrun = {cell_name(row, column): why for row, column, why in table_cells(table, scale) if why}

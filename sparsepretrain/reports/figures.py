@@ -51,8 +51,8 @@ def of_runs(paired: Paired) -> dict[str, Figure]:
         return found
 
     labels, reference, unit = {name: name for name in shown}, paired.reference, runs[0].unit
-    flips = [(n, r) for n, r in zip(paired.names, runs, strict=True) if r.curve("flip_rate")]
-    every = {name: run.flip_interval() for name, run in flips}
+    named = zip(paired.names, runs, strict=True)
+    every = {name: run.flip_interval() for name, run in named if run.curve("flip_rate")}
     drawn = {}
     if groups:
         pairs = grouped(minus=True)

@@ -80,7 +80,16 @@ def _curves(
         marker = few if split is None else MARKERS[index]
         text = name if split else name + smoothed
         axes.plot(steps, mean, color=color, marker=marker, markersize=4, label=text)
-    return _finish(figure, run) if axes.lines else None
+    if not axes.lines:
+        return None
+    for step, change in run.switches():
+        axes.axvline(step, color=GRAY, linewidth=1, linestyle=":")
+        style: dict[str, Any] = {"rotation": 90, "fontsize": 7, "color": GRAY}
+        style |= {"transform": axes.get_xaxis_transform(), "ha": "right", "va": "top"}
+        axes.text(step, 1, f"{change} at {step} ", **style)
+    if len(axes.get_legend_handles_labels()[0]) > 1:
+        figure.legend(loc="outside upper right", ncols=3, frameon=False, fontsize=8)
+    return footed(figure, [run])
 
 
 def layers_figure(run: RunData) -> Figure | None:
@@ -106,7 +115,7 @@ def layers_figure(run: RunData) -> Figure | None:
     for step, _ in run.switches():
         axes.axvline(step, color="white", linewidth=1.2, linestyle=":")
     axes.set_title(f"Flip rate by layer: {title(run)}", loc="left", fontsize=10)
-    return _finish(figure, run, legend=False)
+    return footed(figure, [run])
 
 
 def new_figure(size: tuple[float, float], columns: int = 1, rows: int = 1) -> tuple[Figure, Any]:
@@ -145,19 +154,6 @@ def step_axis(axes: Axes) -> None:
     """Label the x axis and put ticks at whole steps."""
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step")
-
-
-def _finish(figure: Figure, run: RunData, *, legend: bool = True) -> Figure:
-    axes = figure.axes[0]
-    if legend:
-        for step, change in run.switches():
-            axes.axvline(step, color=GRAY, linewidth=1, linestyle=":")
-            style: dict[str, Any] = {"rotation": 90, "fontsize": 7, "color": GRAY}
-            style |= {"transform": axes.get_xaxis_transform(), "ha": "right", "va": "top"}
-            axes.text(step, 1, f"{change} at {step} ", **style)
-        if len(axes.get_legend_handles_labels()[0]) > 1:
-            figure.legend(loc="outside upper right", ncols=3, frameon=False, fontsize=8)
-    return footed(figure, [run])
 
 
 def flip_axis(axes: Axes, every: Collection[int]) -> None:

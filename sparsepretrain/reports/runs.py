@@ -91,8 +91,9 @@ class RunData:
     def metrics(self) -> list[str]:
         """Return the names of the validation metrics other than the loss."""
         lines = [line for line in self.records if line.get("split") == "validation"]
-        names = dict.fromkeys(k for line in lines for k, v in line.items() if _number_or_null(v))
-        return [name for name in names if name not in ("step", "time", "tokens", "loss")]
+        names = [k for line in lines for k, v in line.items() if not isinstance(v, str)]
+        hidden = ("step", "time", "tokens", "loss")
+        return [name for name in dict.fromkeys(names) if name not in hidden]
 
     def scores(self) -> list[str]:
         """Return the metrics that are percentages."""
@@ -329,7 +330,3 @@ def uneven_validation(runs: Sequence[RunData], labels: Sequence[str]) -> str | N
 
 def _group(key: str) -> str:
     return key.partition(".")[0]
-
-
-def _number_or_null(value: object) -> bool:
-    return isinstance(value, int | float | None) and not isinstance(value, bool)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +25,6 @@ from sparsepretrain.reports.results import TableResults
 NAMES = ("a_S", "b_S", "c_S", "b_N", "a_D", "b_D", "c")
 FEWEST = 6
 """Fewest points of a fit."""
-
 
 EQUATION = (
     "L = (a_S·(1 - S)^b_S + c_S)·N^(-b_N) + a_D·D^(-b_D) + c (arXiv:2309.08520), fitted "
@@ -81,46 +81,29 @@ def fit(points: Sequence[Point]) -> Law | str:
         return law
 
     low, high = float(losses.min()), float(np.ptp(losses))
-    starts = [
-        {
-            "a_S": high,
-            "b_S": 0.5,
-            "c_S": share * low,
-            "b_N": b,
-            "a_D": high,
-            "b_D": 0.5,
-            "c": (1 - share) * low,
-        }
-        for b in (0.05, 0.3)
-        for share in (0.1, 0.5)
-    ]
-    found = min(
-        (
+    tolerances: dict[str, float] = dict.fromkeys(("xtol", "ftol", "gtol"), 1e-12)
+    fits = []
+    for b, share in product((0.05, 0.3), (0.1, 0.5)):
+        first = (high, 0.5, share * low, b, high, 0.5, (1 - share) * low)
+        start = dict(zip(NAMES, first, strict=True))
+        fits.append(
             least_squares(
                 lambda values: losses_of(values) - losses,
                 [start[name] for name in names],
                 bounds=(0, math.inf),
                 x_scale="jac",
-                xtol=1e-12,
-                ftol=1e-12,
-                gtol=1e-12,
                 max_nfev=2000,
+                **tolerances,
             )
-            for start in starts
-        ),
-        key=lambda result: float(result.cost),
-    )
+        )
+    found = min(fits, key=lambda result: float(result.cost))
     free = len(points) - len(names)
     variance = 2 * found.cost / free
     _, singular, rotation = np.linalg.svd(found.jac, full_matrices=False)
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):  # ∞·0 is not taken
         inverse = np.where(singular > 1e-7 * singular[0], singular**-2.0, math.inf)
-    spread = np.array(
-        [
-            sum(i * r * r for i, r in zip(inverse, column, strict=True) if abs(r) > 1e-6)
-            for column in rotation.T
-        ]
-    )
+        terms = np.where(np.abs(rotation) > 1e-6, inverse[:, None] * rotation**2, 0.0)
+    spread = terms.sum(axis=0)
     half = t.ppf(0.975, free) * np.sqrt(variance * spread)
     pairs = zip(found.x.tolist(), half.tolist(), strict=True)
     fitted = losses_of(found.x).tolist()

@@ -63,14 +63,11 @@ class Page:
 
 def render(results: TableResults, found: Mapping[str, Table]) -> Page:
     """Return the page of a table."""
-    page = Page()
-    table = found[results.name]
+    results, table = scaled(results, found[results.name])
+    page = Page([f"# {table.title}", ""])
     if not results.parts:
-        results, table = scaled(results, table)
-        page.lines += [f"# {table.title}", ""]
         _section(page, results, table, "##")
         return page
-    page.lines += [f"# {table.title}", ""]
     page.lines += [f"{note}\n" for note in table.notes]
     summary = len(page.lines)
     for part in results.all():
@@ -302,23 +299,19 @@ def _tuned(results: TableResults, table: Table) -> list[str]:
                 ", ".join(f"{value:.{metric.digits}f}" for value in others),
             )
         )
-    size = table.scales[results.scale] if results.scale else None
-    assert size is not None and size.tune is not None
-    several = len(size.tune.seeds) > 1
-    seeds = f"the seed{'s' * several} {', '.join(map(str, size.tune.seeds))}"
-    number = len(size.tune.settings(next(iter(table.rows))))
+    assert results.scale is not None
+    tune = table.scales[results.scale].tune
+    assert tune is not None
+    several = len(tune.seeds) > 1
+    seeds = f"the seed{'s' * several} {', '.join(map(str, tune.seeds))}"
+    number = len(tune.settings(next(iter(table.rows))))
     text = (
         f"{number} settings per row, each run with {seeds}; the best {'mean of the ' * several}"
         f"{metric.label} chose. The verdicts below use other seeds. At an end: chosen values that "
         "are the smallest or largest tried; a wider grid may be better."
     )
-    header = (
-        "row",
-        "chosen",
-        "at an end",
-        *(("mean", "means of the others") if several else ("value", "values of the others")),
-    )
-    return [text, "", *markdown_table(header, rows)]
+    numbers = ("mean", "means of the others") if several else ("value", "values of the others")
+    return [text, "", *markdown_table(("row", "chosen", "at an end", *numbers), rows)]
 
 
 def _published(

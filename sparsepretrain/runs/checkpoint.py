@@ -14,7 +14,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -312,17 +312,12 @@ def _prune(directory: Path, newest: int, keep: Retention) -> None:
     paths = {step: path for step, path in saved(directory).items() if step <= newest}
     by_loss = sorted(keep.losses.keys() & paths.keys(), key=lambda step: (keep.losses[step], step))
     kept = {step for step in paths if keep.every and step % keep.every == 0}
-    # only intact checkpoints count
-    kept |= _first_whole(paths, sorted(paths, reverse=True), keep.last)
-    kept |= _first_whole(paths, by_loss, keep.best)
+    for order, count in ((sorted(paths, reverse=True), keep.last), (by_loss, keep.best)):
+        whole = (step for step in order if _is_whole(paths[step]))  # only intact ones count
+        kept.update(itertools.islice(whole, count))
     for step in paths.keys() - kept:
         shutil.rmtree(paths[step], ignore_errors=True)
         _whole.pop(paths[step].absolute(), None)
-
-
-def _first_whole(paths: dict[int, Path], order: Sequence[int], count: int) -> set[int]:
-    whole = (step for step in order if _is_whole(paths[step]))
-    return set(itertools.islice(whole, count))
 
 
 def _is_whole(path: Path) -> bool:

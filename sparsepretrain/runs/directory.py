@@ -308,14 +308,13 @@ def find_runs(paths: Sequence[Path]) -> list[RunDirectory]:
             problems.append(f"{path} is not a directory: give the directory of a run")
         elif not below:
             problems.append(f"{path} has no {name}, nor has a directory below it")
-        elif len(paths) > 1:
-            for run in [run for run in below if SET_ASIDE.search(run.path.name)]:
+        for run in below:
+            if len(paths) > 1 and SET_ASIDE.search(run.path.name):
                 problems.append(f"{run} was set aside by resume=never; name it alone to see it")
-                below.remove(run)
-            for run in [run for run in below if not run.record_file.stat().st_size]:
+            elif len(paths) > 1 and not run.record_file.stat().st_size:
                 problems.append(f"{run.record_file} has no records yet")
-                below.remove(run)
-        found.update(dict.fromkeys(below))
+            else:
+                found[run] = None
     if problems and not found:
         raise ConfigError(problems)
     for problem in problems:

@@ -38,7 +38,7 @@ class Record:
     def __init__(self, file: Path, *, resume_step: int | None) -> None:
         self.path = file
         self._last: dict[tuple[Any, ...], int] = {}
-        self._before = 0.0
+        before = 0.0  # seconds of training before a resume
         kept = io.StringIO()  # parsed lines would take ten times the memory
         self.lines = 0
         """Number of lines in the file."""
@@ -47,7 +47,7 @@ class Record:
                 kept.write(_dump(line))
                 self.lines += 1
                 self._last[_stream(line)] = line["step"]
-                self._before = max(self._before, line.get("time") or 0.0)
+                before = max(before, line.get("time") or 0.0)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(self.path, kept.getvalue())
@@ -58,19 +58,15 @@ class Record:
                 f"run directory {self.path.parent} is not writable ({error.strerror}): "
                 "choose another with runs_dir=DIR"
             ) from error
-        self._start = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of training, including those before a resume."""
-        return self._before + time.monotonic() - self._start
+        self._start = time.monotonic() - before
 
     def write(self, record: dict[str, Any]) -> dict[str, Any] | None:
         """Append one line, unless its split or probe has a line of this or a later step.
 
         Args:
             record: int ``step``, and numbers (0-d tensors and NumPy scalars too), strings,
-                booleans or None. NaN and ±inf become null. ``time`` defaults to :attr:`seconds`.
+                booleans or None. NaN and ±inf become null. ``time`` defaults to the seconds of
+                training, those before a resume included.
 
         Returns:
             The written line, or None if nothing was written.
@@ -79,7 +75,7 @@ class Record:
         step, stream = values["step"], _stream(values)
         if step <= self._last.get(stream, -1):
             return None
-        line = {"step": step, "time": round(self.seconds, 3), **values}
+        line = {"step": step, "time": round(time.monotonic() - self._start, 3), **values}
         data = _dump(line).encode()
         try:
             if self._file.write(data) != len(data):

@@ -6,15 +6,16 @@ import copy
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from sparsepretrain.errors import one_line
 from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.checkpoint import ALONE, Ranks, Retention, step_name, writing
 from sparsepretrain.runs.tensors import memory
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Writer:
@@ -79,10 +80,6 @@ class Writer:
         Reuse the memory, because allocating it costs several times the copy: the system clears new
         pages. Copies to pinned memory are asynchronous; one synchronization at the end suffices.
         """
-        import torch
-        from torch import Tensor
-        from torch.utils._pytree import tree_leaves, tree_map
-
         before, self._copies = self._copies, {}
 
         def copied(value: Any) -> Any:

@@ -26,7 +26,8 @@ def _show_cells(title: str, cells: Sequence[StudyCell], console: Console) -> Non
     console.loading(title)
     from sparsepretrain.tasks import build_task
     from sparsepretrain.training.assembly import META, build_model
-    from sparsepretrain.training.plan import duration, step_cost
+    from sparsepretrain.training.cost import step_cost
+    from sparsepretrain.training.plan import duration
     from sparsepretrain.training.world import World
 
     left = [cell.left for cell in cells]
@@ -100,9 +101,5 @@ def _described(table: Table) -> tuple[str, ...]:
     ]
     nano = table.scales.get("nano")
     minutes = "–" if nano is None or nano.minutes is None else f"{nano.minutes:g}"
-    return (
-        table.title,
-        *sizes,
-        f"{sum(values)} of {len(values)}" if values else "–",
-        minutes,
-    )
+    known = f"{sum(values)} of {len(values)}" if values else "–"
+    return table.title, *sizes, known, minutes

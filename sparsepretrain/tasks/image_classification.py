@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from sparsepretrain.data.images import open_images
+from sparsepretrain.data.formats import Images
 from sparsepretrain.data.order import Shuffle
+from sparsepretrain.data.preparation import load
 from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, Observation, Progress, Task, cross_entropy, widen
@@ -91,9 +92,9 @@ class ImageClassification(Task):
     def open_data(self, splits: Sequence[str], on_progress: Progress = None) -> None:
         from sparsepretrain.data.augmentation import Augmentation
 
-        self._images, self.fingerprint = open_images(
-            self.data_options, tuple(splits), self.model_options.classes, on_progress
-        )
+        data = load(self.data_options, on_progress=on_progress)
+        self.fingerprint, classes = data.fingerprint, self.model_options.classes
+        self._images = {s: Images(self.data_options, data, s, classes) for s in splits}
         self._orders = {
             split: Shuffle(
                 images.count, self.order_seed(split), self.options.copies if split == "train" else 1

@@ -119,10 +119,7 @@ class Masking:
 
     def __init__(self, options: Any, mask: int, special: Collection[int], vocab_size: int) -> None:
         """Take the task's options; ``special`` tokens are neither selected nor drawn."""
-        self._probability = options.probability
-        self._masked = options.mask_fraction
-        self._changed = options.mask_fraction + options.random_fraction
-        self._mask = mask
+        self._options, self._mask = options, mask
         self._special = np.array(sorted(special), dtype=np.int64)
         self._ordinary = np.setdiff1d(np.arange(vocab_size), self._special)
 
@@ -144,15 +141,16 @@ class Masking:
             counter = np.array([0, 0, 1, position], dtype=np.uint64)
             words = np.random.Philox(key=key, counter=counter).random_raw(3 * length)
             candidates = np.flatnonzero(eligible[index])
-            count = selected(self._probability, len(candidates))
+            count = selected(self._options.probability, len(candidates))
             order = np.argsort(words[:length][candidates], kind="stable")
             chosen = np.sort(candidates[order[:count]])
             # draws belong to positions, independent of which others are selected
             uniform = (words[length + chosen] >> np.uint64(11)) * 2.0**-53
             drawn = ordinary[words[2 * length + chosen] % np.uint64(len(ordinary))]
-            changed = np.where(uniform < self._masked, self._mask, drawn)
-            original = tokens[index, chosen]
-            tokens[index, chosen] = np.where(uniform < self._changed, changed, original)
+            masked = self._options.mask_fraction
+            replaced = np.where(uniform < masked, self._mask, drawn)
+            changed = uniform < masked + self._options.random_fraction
+            tokens[index, chosen] = np.where(changed, replaced, tokens[index, chosen])
             places.append(chosen + index * length)
         flat = np.concatenate(places)
         return tokens, flat, rows.reshape(-1)[flat]

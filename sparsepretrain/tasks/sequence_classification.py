@@ -94,11 +94,7 @@ class SequenceClassification(RecordTask):
 
     def predictions(self, scores: Tensor, batch: Batch) -> Observation:
         predicted = scores[:, 0] if self.regression else scores.argmax(dim=1)
-        return {
-            "predicted": predicted,
-            "labels": batch["targets"],
-            "parts": batch["about"],
-        }
+        return {"predicted": predicted, "labels": batch["targets"], "parts": batch["about"]}
 
     def metrics(self, observations: Iterable[Observation]) -> dict[str, float]:
         """Return the task's metrics in percent, also per part if there are several.

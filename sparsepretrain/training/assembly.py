@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from sparsepretrain import registry
 from sparsepretrain.config import validate
@@ -77,8 +78,7 @@ def build_session(
     if getattr(run.parallel, "sync_batchnorm", False):
         model = synchronized(model, world)
     # before sparsify_model, which computes frozen scales and masks from these weights
-    loads = initial is not None and draws
-    buffers = load_initial(initial, run, task, model, console) if initial and loads else {}
+    buffers = load_initial(initial, run, task, model, console) if initial and draws else {}
     initial_weights = weights_hash(model) if trains and draws else None
     if compute_dtype(run.precision) == torch.float64:
         model.double()
@@ -150,25 +150,19 @@ def synchronized(model: nn.Module, world: World) -> nn.Module:
 def layer_inputs(run: Run, task: Task, model: nn.Module) -> dict[str, torch.Size]:
     """Return module -> input shape for a micro-batch; ``model`` is on the meta device."""
     shapes: dict[str, torch.Size] = {}
-    hooks = []
-    for name, module in model.named_modules():
+    names = {module: name for name, module in model.named_modules()}
 
-        def note(module: nn.Module, args: Any, name: str = name) -> None:
-            if args and isinstance(args[0], Tensor):
-                shapes[name] = args[0].shape
+    def note(module: nn.Module, args: Any) -> None:
+        if module in names and args and isinstance(args[0], Tensor):
+            shapes[names[module]] = args[0].shape
 
-        hooks.append(module.register_forward_pre_hook(note))
-    task.loss(model, task.example(run.batch.micro, META))
-    for hook in hooks:
-        hook.remove()
+    with register_module_forward_pre_hook(note):
+        task.loss(model, task.example(run.batch.micro, META))
     return shapes
 
 
 def sparsify_model(
-    run: Run,
-    task: Task,
-    model: nn.Module,
-    device: torch.device | None = None,
+    run: Run, task: Task, model: nn.Module, device: torch.device | None = None
 ) -> Sparsifier:
     """Apply the group ``sparsity``; errors name the configuration's keys.
 

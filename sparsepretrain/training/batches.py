@@ -62,17 +62,6 @@ def stream(
         del batches  # stop the workers now; a traceback would keep this frame until exit
 
 
-def training_requests(first: int, size: int, micro: int, share: range) -> Iterator[Request]:
-    """Yield the micro-batches of a run from step ``first`` on, without end.
-
-    ``share``: indices of the micro-batches within the global batch.
-    """
-    for step in itertools.count(first):
-        for number in share:
-            begin = number * micro
-            yield Request("train", step, range(begin, begin + micro), size)
-
-
 def split_requests(split: str, samples: int, micro: int, batches: int | None) -> list[Request]:
     """Return the first ``batches`` full micro-batches of a split; None: all samples, once each."""
     micro = min(micro, samples)
@@ -87,13 +76,7 @@ class TrainingBatches:
     """One rank's micro-batches of each step; consecutive steps are prefetched."""
 
     def __init__(
-        self,
-        task: Task,
-        size: int,
-        micro: int,
-        device: torch.device,
-        workers: int,
-        share: range,
+        self, task: Task, size: int, micro: int, device: torch.device, workers: int, share: range
     ) -> None:
         self._task, self._size, self._micro = task, size, micro
         self._device, self._workers = device, workers
@@ -105,20 +88,23 @@ class TrainingBatches:
     def step(self, step: int) -> list[Batch]:
         """Return the micro-batches of ``step``, in order, on the CPU."""
         if step != self._next:
-            requests = training_requests(step, self._size, self._micro, self.share)
+            requests = itertools.chain.from_iterable(map(self._requests, itertools.count(step)))
             self._stream = stream(self._task, requests, self._device, self._workers)
         self._next = step + 1
         return list(itertools.islice(self._stream, len(self.share)))
 
     def again(self, step: int) -> list[Batch]:
         """Make the micro-batches of a step again, in this process."""
-        requests = training_requests(step, self._size, self._micro, self.share)
-        one_step = itertools.islice(requests, len(self.share))
-        return [self._task.batch(*request) for request in one_step]
+        return [self._task.batch(*request) for request in self._requests(step)]
 
     def close(self) -> None:
         """Stop the workers; the next :meth:`step` starts new ones."""
         self._next, self._stream = -1, iter(())
+
+    def _requests(self, step: int) -> list[Request]:
+        begins = (index * self._micro for index in self.share)
+        positions = [range(begin, begin + self._micro) for begin in begins]
+        return [Request("train", step, own, self._size) for own in positions]
 
 
 class _Batches(Dataset[Any]):
@@ -138,18 +124,3 @@ def _start_worker(index: int) -> None:
     # Ctrl-C reaches the whole process group, but only the parent handles it and stops its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def to_device(batch: Batch, device: torch.device, dtype: torch.dtype | None = None) -> Batch:
-    """Move a batch to ``device``, without waiting for copies to a GPU.
-
-    ``dtype``: dtype for floating-point tensors; None: unchanged.
-    """
-
-    def moved(value: torch.Tensor) -> torch.Tensor:
-        wanted = dtype if value.is_floating_point() else None
-        if device.type == "cuda" and not value.is_pinned():  # else the copy would wait
-            value = value.pin_memory()
-        return value.to(device, wanted, non_blocking=True)
-
-    return {k: moved(v) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}

@@ -1,20 +1,139 @@
-"""Cost of a run: parameters, and FLOPs with sparse matmuls at half the price."""
+"""Cost of a run: parameters, FLOPs of its matmuls, and the bound that they set to its speed-up."""
 
 from __future__ import annotations
 
 import math
+import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.sparsity import Sparsifier
+from sparsepretrain.sparsity.backend import Backend, LayerSize, objection
 from sparsepretrain.sparsity.method import Method, enter
-from sparsepretrain.tasks import build_task
+from sparsepretrain.sparsity.products import MATMUL_OF
+from sparsepretrain.tasks import Task, build_task
+from sparsepretrain.tracking.console import count
 from sparsepretrain.training.assembly import META, build_model, layer_inputs, sparsify_model
-from sparsepretrain.training.plan import step_cost
+from sparsepretrain.training.compilation import blocks
 from sparsepretrain.training.precision import compute_dtype
-from sparsepretrain.training.speedup import matmul_flops
+from sparsepretrain.training.recomputation import recompute_blocks
+
+
+def step_cost(run: Run, task: Task, model: nn.Module) -> tuple[float, float, int]:
+    """FLOPs of an optimizer step, bytes that a micro-batch saves for its backward, items of a step.
+
+    FLOPs are those of dense products. One sample is traced and scaled: all three are linear in the
+    number of samples.
+
+    Args:
+        model: on the meta device, not sparse.
+    """
+    sizes: dict[int, int] = {}
+    parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+
+    def pack(saved: Tensor) -> Tensor:
+        storage = saved.untyped_storage()
+        if storage._cdata not in parameters:
+            sizes[storage._cdata] = storage.nbytes()
+            alive.append(saved)
+        return saved
+
+    def keep(block: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        pack(inputs[0])
+
+    alive: list[Tensor] = []  # keeps storages, and so their identities, distinct
+    counter = FlopCounterMode(display=False)
+    batch = task.example(1, META)
+    hooks = saved_tensors_hooks(pack, lambda saved: saved)
+    if run.activation_checkpointing:
+        recompute_blocks(model)
+        for block in blocks(model):
+            block.register_forward_pre_hook(keep)
+    with counter, hooks:
+        loss, items = task.loss(model, batch)
+        loss.backward()
+    model.zero_grad(set_to_none=True)
+    width = compute_dtype(run.precision).itemsize
+    return (
+        float(counter.get_total_flops()) * run.batch.size,
+        sum(sizes.values()) * run.batch.micro * width / 4,
+        items * run.batch.size,
+    )
+
+
+class MatmulFlops(NamedTuple):
+    """FLOPs of one optimizer step, counted as dense matmuls."""
+
+    step: float
+    layers: Counter[str]
+    """Product -> FLOPs in linear layers that are sparse."""
+    sparse: Counter[str]
+    """FLOPs of matmuls that could be 2:4."""
+    reasons: list[str]
+    """Reasons for which matmuls with an N:M operand stay dense."""
+
+    @property
+    def bound(self) -> float:
+        """Largest speed-up if 2:4 matmuls are twice as fast as dense ones (Amdahl)."""
+        return 1 / (1 - self.sparse.total() / self.step / 2)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return lines of the dry run."""
+        if not self.layers:
+            return []
+        cells = [
+            f"{product} {count(flops)}"
+            + (f" ({count(self.sparse[product])} 2:4)" if self.sparse[product] else "")
+            for product, flops in self.layers.items()
+        ]
+        if self.sparse:
+            text = (
+                f"at most {self.bound:.2f}×: {self.sparse.total() / self.step:.1%} of all FLOPs "
+                "could be 2:4 matmuls, twice as fast at best (Amdahl)"
+            )
+        else:
+            text = "none: " + (
+                statistics.mode(self.reasons) if self.reasons else "no product has an N:M operand"
+            )
+        return [("FLOPs per step", f"sparse layers: {', '.join(cells)}"), ("speed-up", text)]
+
+
+def matmul_flops(
+    run: Run, sparsifier: Sparsifier, inputs: dict[str, torch.Size], step: float
+) -> MatmulFlops:
+    """Count the FLOPs of sparse linear layers, on any GPU that has 2:4 matmuls.
+
+    Args:
+        run: the checked configuration.
+        sparsifier: of a model on the meta device.
+        inputs: name of a layer -> shape of its input in a micro-batch.
+        step: FLOPs of the whole step.
+    """
+    row, backend = sparsifier.method.sparse_row, Backend("auto")
+    micro_batches, dtype = run.batch.size // run.batch.micro, compute_dtype(run.precision)
+    found = MatmulFlops(step, Counter(), Counter(), [])
+    for name, layer in sparsifier.layers.items():
+        if layer.weight.dim() != 2:
+            continue
+        state, tokens = layer.sparsity, tuple(inputs[name][:-1])
+        flops = 2 * micro_batches * math.prod(tokens) * layer.weight.numel()
+        found.layers.update(dict.fromkeys(row.products, flops))
+        size, base = LayerSize(tuple(layer.weight.shape), state.dim, META), state.products.base
+        for operand, why in backend.reasons(row, size, base).items():
+            if reason := why or objection(operand, tokens, dtype, base):
+                found.reasons.append(reason)
+            else:
+                found.sparse[MATMUL_OF[operand]] += flops
+    return found
 
 
 class Cost(NamedTuple):
@@ -43,20 +162,19 @@ def run_cost(run: Run, lines: Sequence[Mapping[str, Any]] | None = None) -> Cost
     flops, _, _ = step_cost(run, task, model)
     inputs = layer_inputs(run, task, model)
     sparsifier = sparsify_model(run, task, model)
-    method, dtype = sparsifier.method, compute_dtype(run.precision)
-    micro_batches = run.batch.size // run.batch.micro
-    layers = matmul_flops(sparsifier, inputs, micro_batches, dtype, flops).layers
+    method = sparsifier.method
+    layers = matmul_flops(run, sparsifier, inputs, flops).layers
     known = _planned(run, method) if lines is None else lines
     logged = [line for line in known if line.get("sparse") is not None]
     # A line tells the phase of the steps up to the next line; changes of phase have lines.
     bounds = [0, *(line["step"] for line in logged[1:]), run.steps]
-    count = saved = 0.0
+    halves = saved = 0.0
     for line, (begin, end) in zip(logged, pairwise(bounds), strict=True):
         enter(method, line["step"])
         # an optimizer may decide the phase: the record knows, a new method does not
         row = method.sparse_row if method.scalars else method.phase.row
         halved = row.halved if line["sparse"] else []
-        count += (end - begin) * len(halved)
+        halves += (end - begin) * len(halved)
         saved += (end - begin) * sum(layers[name] for name in halved) / 2
     enter(method, run.steps)
     ends_sparse = bool(logged[-1]["sparse"]) if method.scalars else method.phase.evaluation
@@ -65,7 +183,7 @@ def run_cost(run: Run, lines: Sequence[Mapping[str, Any]] | None = None) -> Cost
     entries = total - sum(math.prod(shape) for shape in coverage.embeddings.values())
     kept, of = method.sparse_row.A.pattern or (1, 1)
     zeros = coverage.sparse_parameters * (of - kept) // of if ends_sparse else 0
-    return Cost(count / run.steps, run.steps * flops - saved, total, entries, entries - zeros)
+    return Cost(halves / run.steps, run.steps * flops - saved, total, entries, entries - zeros)
 
 
 def _planned(run: Run, method: Method) -> list[dict[str, Any]]:

@@ -35,10 +35,7 @@ def evaluated(source: WeightSource, overrides: Sequence[str], config_dirs: Seque
     """
     parsed = read(overrides, config_dirs)
     typed = {key for key, _ in parsed.values}
-    if source.config is None:
-        parsed.choices = {"sparsity": "dense", **parsed.choices, "model": "pretrained"}
-        _put_first(parsed, dict.fromkeys(("model.path", "init.path"), str(source.path)))
-    else:
+    if source.config is not None:
         parsed.errors += [
             f"{word}: the checkpoint decides {word.partition('.')[0]}; leave it out"
             for word in (*parsed.choices, *typed)
@@ -47,6 +44,8 @@ def evaluated(source: WeightSource, overrides: Sequence[str], config_dirs: Seque
     if parsed.errors:
         raise ConfigError(parsed.errors)
     if source.config is None:
+        parsed.choices = {"sparsity": "dense", **parsed.choices, "model": "pretrained"}
+        _put_first(parsed, dict.fromkeys(("model.path", "init.path"), str(source.path)))
         plain, _ = build(parsed)
         if "tokenizer" in plain["data"] and "data.tokenizer" not in typed:
             if tokenizer_file(source) is None:
@@ -56,8 +55,7 @@ def evaluated(source: WeightSource, overrides: Sequence[str], config_dirs: Seque
         if "plugins" not in typed:
             registry.require_imported(source.config.get("plugins"), source.path)
         plain = amend(source.config, parsed)
-        if "init" in plain:
-            plain["init"]["path"] = None  # of the weights that the checkpoint replaces
+        plain["init"]["path"] = None  # of the weights that the checkpoint replaces
         old, new = source.config["data"], plain["data"]
         if new != old and "tokenizer" in new and "tokenizer" in old:
             if given := sorted(typed & {"data.tokenizer", "data.vocab_size"}):
@@ -137,17 +135,14 @@ def with_recipe(overrides: Sequence[str], config_dirs: Sequence[Path]) -> list[s
     recipes, words, chosen = groups["finetune"], [], False
     for word in overrides:
         key, equals, option = word.strip().partition("=")
-        if key != "task" or not equals:
-            words.append(word)
-            continue
-        chosen = True
-        if option in recipes:
-            words.append(f"finetune={option}")
-        elif option in groups["task"]:
-            words.append(word)
-        else:
-            near = registry.suggestion(option, recipes)
-            raise ConfigError(f"there is no recipe to fine-tune on {option!r}{near}")
+        if key == "task" and equals:
+            chosen = True
+            if option in recipes:
+                word = f"finetune={option}"
+            elif option not in groups["task"]:
+                near = registry.suggestion(option, recipes)
+                raise ConfigError(f"there is no recipe to fine-tune on {option!r}{near}")
+        words.append(word)
     if not chosen:
         raise ConfigError(f"task=… is missing: choose from {', '.join(recipes)}")
     return words
@@ -159,12 +154,10 @@ def _from_run(config: dict[str, Any], parsed: Overrides) -> dict[str, Any]:
     settings: dict[str, Any] = {"plugins": config["plugins"]} if config.get("plugins") else {}
     if "precision" not in parsed.choices:
         block = config["precision"]
-        parsed.choices["precision"] = block["name"]
-        parsed.blocks["precision"] = block
         if block["name"] in ("fp8", "fp8_sim"):  # dropped with MVUE
-            parsed.choices["precision"] = block["dtype"]
             keys = ("init_scale", "growth_interval") if block["dtype"] == "fp16" else ()
-            parsed.blocks["precision"] = {"name": block["dtype"], **{k: block[k] for k in keys}}
+            block = {"name": block["dtype"], **{k: block[k] for k in keys}}
+        parsed.choices["precision"], parsed.blocks["precision"] = block["name"], block
     if parsed.choices.get("task") == config["task"]["name"]:  # goes on with what the run did
         parsed.blocks["task"] = config["task"]
         if "data" not in parsed.choices:

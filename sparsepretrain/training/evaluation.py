@@ -69,8 +69,7 @@ def evaluate_checkpoint(
     samples = t.task.samples(split)
     if not samples:
         raise DataError(f"the {split} split of {run.data.name} is empty: choose another")
-    same_data = source.config is not None and source.config["data"] == run.plain["data"]
-    _load_weights(t, source, averaged, console, same_data=same_data)
+    _load_weights(t, source, averaged, console)
     proof = prove(t.sparsifier)
     if dense:
         densify(t.model)
@@ -121,12 +120,7 @@ def evaluate_checkpoint(
 
 
 def _load_weights(
-    t: Session,
-    source: WeightSource,
-    averaged: list[Checkpoint],
-    console: Console,
-    *,
-    same_data: bool,
+    t: Session, source: WeightSource, averaged: list[Checkpoint], console: Console
 ) -> None:
     """Weights or their mean, the averages that the run kept, and the state of the method."""
     newest = source.checkpoint
@@ -135,7 +129,9 @@ def _load_weights(
         if (tokens := getattr(t.run.data, "vocab_size", 0)) > rows:
             raise ConfigError(f"data.vocab_size is {tokens}, but {source.path} has {rows} tokens")
         return
+    assert source.config is not None
     fingerprint = newest.part("fingerprint")
+    same_data = source.config["data"] == t.run.plain["data"]
     if same_data and fingerprint != t.task.fingerprint:
         text = f"the data are not those of the run (fingerprint {fingerprint} then)"
         if tokenizer(getattr(t.run.data, "tokenizer", "")).origin == "trained":

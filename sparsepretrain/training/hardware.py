@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -17,6 +18,11 @@ import torch
 
 import sparsepretrain
 from sparsepretrain.config.compose import shell_line
+
+PACKAGES = (
+    "torch", "triton", "numpy", "transformers", "tokenizers", "hydra-core", "wandb", "datasets",
+)  # fmt: skip
+"""Packages whose versions a run records."""
 
 
 class GPU(NamedTuple):
@@ -118,17 +124,10 @@ def unusable_gpu() -> str:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions, commit, command and hardware of this process."""
-    packages = (
-        "torch",
-        "triton",
-        "numpy",
-        "transformers",
-        "tokenizers",
-        "hydra-core",
-        "wandb",
-        "datasets",
-    )
-    versions = {name: v for name in packages if (v := _version(name)) is not None}
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
     return {
         "command": shell_line(["sparsepretrain", *sys.argv[1:]]),
         "sparsepretrain": sparsepretrain.__version__,
@@ -161,13 +160,6 @@ def _device_name(device: torch.device) -> str:
     except (OSError, KeyError):
         name = platform.processor() or platform.machine()
     return f"{name} {torch.backends.cpu.get_cpu_capability()}"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:

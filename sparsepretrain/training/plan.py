@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import FlopCounterMode
 
 from sparsepretrain import registry
 from sparsepretrain.config import freeze
@@ -25,18 +23,12 @@ from sparsepretrain.sparsity.operand_table import W
 from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.tracking.console import Console, clock, count
 from sparsepretrain.tracking.wandb import check_login
-from sparsepretrain.training.assembly import (
-    META,
-    build_model,
-    layer_inputs,
-    sparsify_model,
-)
+from sparsepretrain.training.assembly import META, build_model, layer_inputs, sparsify_model
 from sparsepretrain.training.compilation import blocks
+from sparsepretrain.training.cost import matmul_flops, step_cost
 from sparsepretrain.training.hardware import peak_flops
 from sparsepretrain.training.precision import compute_dtype, describe
-from sparsepretrain.training.recomputation import recompute_blocks
 from sparsepretrain.training.schedules import learning_rate, warmup_steps
-from sparsepretrain.training.speedup import matmul_flops
 from sparsepretrain.training.world import World
 
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -45,9 +37,8 @@ PHASES = ("at", "until", "clipping", "dense_tail", "window")
 """Options of methods that say when a run trains sparse."""
 
 
-def dry_run(run: Run, console: Console | None = None) -> None:
+def dry_run(run: Run, console: Console) -> None:
     """Print coverage, parameters, FLOPs, the bound of the speed-up, memory and steps of ``run``."""
-    console = console or Console()
     check_login(run.tracker)
     require_a_sparse_step(run)
     device = World.single(run.parallel.device).device
@@ -59,8 +50,7 @@ def dry_run(run: Run, console: Console | None = None) -> None:
     coverage = sparsifier.coverage()
     console.info(str(coverage))
     micro_batches = run.batch.size // run.batch.micro
-    dtype = compute_dtype(run.precision)
-    matmuls = matmul_flops(sparsifier, inputs, micro_batches, dtype, flops)
+    matmuls = matmul_flops(run, sparsifier, inputs, flops)
     parameters = sum(p.numel() for p in model.parameters())
     each, other = bytes_per_entry(run, sparsifier.method)
     averages = 4 * parameters * (run.ema is not None)
@@ -170,48 +160,6 @@ def peak_items(run: Run, task: Task, device: torch.device) -> float | None:
         return None
     flops, _, items = step_cost(run, task, build_model(task, META))
     return peak * items / flops
-
-
-def step_cost(run: Run, task: Task, model: nn.Module) -> tuple[float, float, int]:
-    """FLOPs of an optimizer step, bytes that a micro-batch saves for its backward, items of a step.
-
-    FLOPs are those of dense products. One sample is traced and scaled: all three are linear in the
-    number of samples.
-
-    Args:
-        model: on the meta device, not sparse.
-    """
-    sizes: dict[int, int] = {}
-    parameters = {p.untyped_storage()._cdata for p in model.parameters()}
-
-    def pack(saved: Tensor) -> Tensor:
-        storage = saved.untyped_storage()
-        if storage._cdata not in parameters:
-            sizes[storage._cdata] = storage.nbytes()
-            alive.append(saved)
-        return saved
-
-    def keep(block: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        pack(inputs[0])
-
-    alive: list[Tensor] = []  # keeps storages, and so their identities, distinct
-    counter = FlopCounterMode(display=False)
-    batch = task.example(1, META)
-    hooks = saved_tensors_hooks(pack, lambda saved: saved)
-    if run.activation_checkpointing:
-        recompute_blocks(model)
-        for block in blocks(model):
-            block.register_forward_pre_hook(keep)
-    with counter, hooks:
-        loss, items = task.loss(model, batch)
-        loss.backward()
-    model.zero_grad(set_to_none=True)
-    width = compute_dtype(run.precision).itemsize
-    return (
-        float(counter.get_total_flops()) * run.batch.size,
-        sum(sizes.values()) * run.batch.micro * width / 4,
-        items * run.batch.size,
-    )
 
 
 def duration(run: Run, device: torch.device, total: float) -> str:

@@ -7,12 +7,7 @@ from typing import Any
 
 import torch
 
-from sparsepretrain.config.groups import (
-    Precision,
-    ScaledPrecision,
-    SimulatedFP8,
-    SinglePrecision,
-)
+from sparsepretrain.config.groups import Precision, ScaledPrecision, SimulatedFP8, SinglePrecision
 from sparsepretrain.sparsity.backend import FP8Precision
 
 _DTYPES = {

@@ -6,12 +6,13 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
 from sparsepretrain.data.preparation import Progress
 from sparsepretrain.tasks import Batch, Observation, read
-from sparsepretrain.training.batches import Request, split_requests, stream, to_device
+from sparsepretrain.training.batches import Request, split_requests, stream
 from sparsepretrain.training.compilation import eager
 from sparsepretrain.training.observers import AVERAGED
 from sparsepretrain.training.precision import autocast, compute_dtype
@@ -24,11 +25,7 @@ SILENT_SECONDS = 1.0
 
 @torch.no_grad()
 def evaluate(
-    t: Session,
-    split: str,
-    batches: int | None,
-    *,
-    final: bool,
+    t: Session, split: str, batches: int | None, *, final: bool
 ) -> dict[str, float] | None:
     """Return metrics of the task over a split, with the weights that the method evaluates with.
 
@@ -114,7 +111,16 @@ def share_statistics(t: Session) -> None:
 
 
 def moved(t: Session, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield batches on the device."""
+    """Yield batches on the device, without waiting for copies to a GPU."""
     wide = compute_dtype(t.run.precision) == torch.float64
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if t.device.type == "cuda" and not value.is_pinned():  # else the copy would wait
+            value = value.pin_memory()
+        dtype = torch.float64 if wide and value.is_floating_point() else None
+        return value.to(t.device, dtype, non_blocking=True)
+
     for batch in batches:
-        yield to_device(batch, t.device, torch.float64 if wide else None)
+        yield {key: move(value) for key, value in batch.items()}

@@ -1,5 +1,6 @@
 """What happens to images: keyed, in bounds, and exact where it can be known."""
 
+import itertools
 import random
 
 import numpy as np
@@ -83,24 +84,22 @@ def test_small_images_are_shifted_flipped_and_cut_out():
     whole = normalized(choice, image)
     framed = torch.zeros(3, 36, 36)
     framed[:, 2:34, 2:34] = whole
+    places = list(itertools.product((False, True), range(5), range(5)))
     seen = set()
     for position in range(80):
         result = augmentation.train(image, 0, position)
         cut = (result == 0).all(0)
-        rest = ~cut
         matches = []
-        for flip in (False, True):
-            for top in range(5):
-                for left in range(5):
-                    view = framed[:, top : top + 32, left : left + 32]
-                    view = view.flip(-1) if flip else view
-                    if torch.allclose(result[:, rest], view[:, rest], atol=1e-5):
-                        matches.append((flip, top, left))
+        for flip, top, left in places:
+            view = framed[:, top : top + 32, left : left + 32]
+            view = view.flip(-1) if flip else view
+            if torch.allclose(result[:, ~cut], view[:, ~cut], atol=1e-5):
+                matches.append((flip, top, left))
         assert len(matches) == 1
         assert cut.unfold(0, 4, 1).unfold(1, 4, 1).all(-1).all(-1).any()  # a square of 4×4
         seen.add(matches[0])
-    assert {m[0] for m in seen} == {False, True} and {m[1] for m in seen} == set(range(5))
-    assert {m[2] for m in seen} == set(range(5))
+    every, found = ([set(part) for part in zip(*all_, strict=True)] for all_ in (places, seen))
+    assert found == every
 
 
 @pytest.mark.parametrize(
@@ -129,9 +128,8 @@ MIXUP, CUTMIX = options("task.cutmix=0.0"), options("task.mixup=0.0")
 
 @pytest.mark.parametrize("position", range(3))
 def test_mixup_is_one_share_of_the_mirrored_image(position):
-    choice = MIXUP
     images, labels = batch()
-    mixed, partners, shares = mix(images.clone(), labels, choice, (0, 0, position))
+    mixed, partners, shares = mix(images.clone(), labels, MIXUP, (0, 0, position))
     assert partners.tolist() == [5, 4, 3, 2, 1, 0]
     share = float(shares[0])
     assert 0 <= share <= 1 and (shares == share).all()
@@ -141,9 +139,8 @@ def test_mixup_is_one_share_of_the_mirrored_image(position):
 
 @pytest.mark.parametrize("position", range(3))
 def test_cutmix_shares_are_areas(position):
-    choice = CUTMIX
     images, labels = batch()
-    mixed, _, shares = mix(images.clone(), labels, choice, (0, 0, position))
+    mixed, _, shares = mix(images.clone(), labels, CUTMIX, (0, 0, position))
     own = (mixed == images).all(1)
     assert (own | (mixed == images.flip(0)).all(1)).all()
     torch.testing.assert_close(own.float().mean((1, 2)), shares)
@@ -152,8 +149,7 @@ def test_cutmix_shares_are_areas(position):
 
 
 def test_mixing_follows_its_key_and_probability():
-    images, labels = batch()
-    both = options()
+    (images, labels), both = batch(), options()
 
     def shares(choice, count=200):
         return [float(mix(images.clone(), labels, choice, (0, s, 0))[2][0]) for s in range(count)]

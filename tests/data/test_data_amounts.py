@@ -15,10 +15,7 @@ NO_OTHERS = ("data.validation=[]", "data.test=[]")
     [
         (("data=cldr_ende", "data.tokenizer=bytes", "data.vocab_size=256", *PAIRS), "43 pairs"),
         (("data=digits",), "1.80k images"),
-        (
-            ("data=glue_mrpc", "data.train=['{}']", "data.validation=[]", "data.test=[]"),
-            "8 examples",
-        ),
+        (("data=glue_mrpc", "data.train=['{}']", *NO_OTHERS), "8 examples"),
     ],
 )
 def test_prepare_counts_units_of_every_kind(tmp_path, capsys, words, report):

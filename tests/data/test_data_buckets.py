@@ -80,9 +80,7 @@ def test_pairs_of_a_token_stream(tmp_path):
 @pytest.mark.parametrize(
     ("tokens", "split", "end", "message"),
     [
-        ([5, 0], "train", 0, "does not hold pairs"),
-        ([5, 0, 6], "train", 0, "does not hold pairs"),
-        ([5, 0, 6, 0, 7], "train", 0, "does not hold pairs"),
+        *((odd, "train", 0, "not hold pairs") for odd in ([5, 0], [5, 0, 6], [5, 0, 6, 0, 7])),
         ([], "train", 0, "'train'"),
         ([5, 0, 6, 0], "test", 0, "data.test"),
         ([5, 0, 6, 0], "train", None, "no token"),

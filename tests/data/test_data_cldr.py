@@ -1,5 +1,6 @@
 """The sentences of cldr_ende, and the source that they fill."""
 
+import importlib.metadata
 import re
 from random import Random
 
@@ -68,16 +69,14 @@ def test_both_sides_of_a_clause_have_the_same_slots_and_all_are_used():
 def test_splits_share_no_sentence_on_either_side(options, pair_texts):
     data = load(options("cldr_ende", **SMALL))
     sides = {split: list(zip(*pair_texts(data, split), strict=True)) for split in data.tokens}
-    assert {split: len(side[0]) for split, side in sides.items()} == {
-        "train": 600, "validation": 60, "test": 50,
-    }  # fmt: skip
+    counts = {split: len(side[0]) for split, side in sides.items()}
+    assert counts == {"train": 600, "validation": 60, "test": 50}
     for side in (0, 1):
         every = [text for split in sides.values() for text in split[side]]
         assert len(set(every)) == len(every) == 710
     draws = Random(0)  # held-out sentences come first
-    assert pair_texts(data, "validation") + pair_texts(data, "test") == [
-        sentence(draws) for _ in range(110)
-    ]
+    held_out = pair_texts(data, "validation") + pair_texts(data, "test")
+    assert held_out == [sentence(draws) for _ in range(110)]
 
 
 def test_held_out_sentences_do_not_depend_on_the_amount_of_training(options, pair_texts):
@@ -89,8 +88,6 @@ def test_held_out_sentences_do_not_depend_on_the_amount_of_training(options, pai
 
 
 def test_missing_packages_are_named(options, monkeypatch, cache):
-    import importlib.metadata
-
     def version(name):
         raise importlib.metadata.PackageNotFoundError(name)
 

@@ -14,6 +14,7 @@ from sparsepretrain.data.sources import hf_text
 from sparsepretrain.errors import DataError
 
 datasets = pytest.importorskip("datasets")
+huggingface_hub = pytest.importorskip("huggingface_hub")
 
 LOCAL = {"path": "json", "subset": None, "tokenizer": "bytes", "size_gb": None}
 TEXT = ["", " = Sheep = \n", "", " Sheep 0 eat 1 grass . \n", "no line end", ""]
@@ -37,19 +38,15 @@ def rows(tmp_path):
 @pytest.fixture
 def mirror(tmp_path):
     """A local clone of a dataset with three splits, as the hub has WikiText."""
-    root = tmp_path / "wikitext"
-    files = {}
+    root, name = tmp_path / "wikitext", "wikitext-2-raw-v1"
+    (root / name).mkdir(parents=True)
+    files, listed = {}, f"configs:\n- config_name: {name}\n  data_files:\n"
     for split in SPLITS:
-        files[split] = root / "wikitext-2-raw-v1" / f"{split}-00000-of-00001.parquet"
-        files[split].parent.mkdir(parents=True, exist_ok=True)
+        files[split] = root / name / f"{split}-00000-of-00001.parquet"
         texts = [text.replace("Sheep", f"Sheep of {split}") for text in TEXT] * 3
         datasets.Dataset.from_dict({"text": texts}).to_parquet(files[split])
-    listed = "".join(
-        f"  - split: {split}\n    path: wikitext-2-raw-v1/{split}-*\n" for split in files
-    )
-    (root / "README.md").write_text(
-        f"---\nconfigs:\n- config_name: wikitext-2-raw-v1\n  data_files:\n{listed}---\n"
-    )
+        listed += f"  - split: {split}\n    path: {name}/{split}-*\n"
+    (root / "README.md").write_text(f"---\n{listed}---\n")
     return root, files
 
 
@@ -105,9 +102,8 @@ def test_files_of_each_split_are_lines_or_documents(options, mirror):
 
 
 def test_validation_fraction_leaves_the_test_split(options, tmp_path):
-    files = {}
+    files = {split: [str(tmp_path / f"{split}.jsonl")] for split in ("train", "test")}
     for split, count in (("train", 30), ("test", 5)):
-        files[split] = [str(tmp_path / f"{split}.jsonl")]
         rows = (json.dumps({"text": f"{split} {i}"}) + "\n" for i in range(count))
         (tmp_path / f"{split}.jsonl").write_text("".join(rows))
     changes = LOCAL | {"data_files": files, "test": "test", "validation": 0.1}
@@ -165,8 +161,6 @@ def test_unsuitable_data_is_refused(options, rows, cache, changes, expected):
 
 
 def test_library_settings_are_restored(options, rows, monkeypatch):
-    import huggingface_hub
-
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
 
@@ -186,8 +180,6 @@ def test_library_settings_are_restored(options, rows, monkeypatch):
 
 @pytest.mark.parametrize(("error", "reachable"), [(None, True), (RuntimeError("no route"), False)])
 def test_any_answer_of_the_hub_means_reachable(monkeypatch, error, reachable):
-    import huggingface_hub
-
     class Session:
         def head(self, url, timeout):
             if error:
@@ -202,12 +194,9 @@ def test_text_files_of_each_split(options, tmp_path):
     for split in SPLITS:
         for i in range(2):
             (tmp_path / f"{split}{i}.txt").write_text(f"{split} {i}\n")
-    chosen = options(
-        "text_files",
-        files=[f"{tmp_path}/train0.txt"],
-        validation=[f"{tmp_path}/validation*.txt"],
-        test=[f"{tmp_path}/test0.txt", f"{tmp_path}/test*.txt"],
-    )
+    files = {"train": ["train0"], "validation": ["validation*"], "test": ["test0", "test*"]}
+    files = {split: [f"{tmp_path}/{name}.txt" for name in names] for split, names in files.items()}
+    chosen = options("text_files", files=files.pop("train"), **files)
     data = prepare(chosen)
     assert texts_of(data)["train"] == "train 0\n\0"  # a single training file is not cut
     for split in SPLITS[1:]:
@@ -217,15 +206,15 @@ def test_text_files_of_each_split(options, tmp_path):
     assert prepare(chosen).fingerprint != data.fingerprint
 
 
+V = ["v.txt"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"test": ["train0.txt"]}, "data.test: {0}/train0.txt is also one of data.files"),
         ({"validation": ["gone*"]}, "data.validation: no file matches {0}/gone*"),
-        (
-            {"validation": ["v.txt"], "test": ["v.txt"]},
-            "data.test: {0}/v.txt is also one of data.validation",
-        ),
+        ({"validation": V, "test": V}, "data.test: {0}/v.txt is also one of data.validation"),
     ],
 )
 def test_overlapping_splits_are_refused(options, tmp_path, cache, changes, message):

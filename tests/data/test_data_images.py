@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sparsepretrain.data.images import open_images
+from sparsepretrain.data.formats import Images
 from sparsepretrain.data.order import Shuffle
-from sparsepretrain.data.preparation import prepare
+from sparsepretrain.data.preparation import load, prepare
 from sparsepretrain.errors import DataError
 
 BOTH = ("train", "validation")
@@ -17,7 +17,8 @@ SPLITS = (*BOTH, "test")
 
 
 def opened(options, classes=10):
-    return open_images(options, SPLITS if options.name == "digits" else BOTH, classes)[0]
+    data, splits = load(options), SPLITS if options.name == "digits" else BOTH
+    return {split: Images(options, data, split, classes) for split in splits}
 
 
 def labels_of(images):
@@ -37,7 +38,7 @@ def test_digits_split_is_fixed(options):
     pixels = [np.asarray(v.image(0)).tobytes() for v in (images["validation"], other)]
     assert pixels[0] != pixels[1]
     # a change of the split would make results incomparable
-    assert open_images(options("digits"), BOTH, 10)[1] == "f1ba0752f4c327b2"
+    assert load(options("digits")).fingerprint == "f1ba0752f4c327b2"
 
 
 def test_every_digit_is_in_one_split(options):

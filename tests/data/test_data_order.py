@@ -15,12 +15,7 @@ def data(count: int, held_out: int = 0) -> TokenData:
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    length=st.integers(1, 9),
-    extra=st.integers(1, 120),
-    seed=st.integers(0, 2**63 - 1),
-    size=st.integers(1, 13),
-)
+@given(st.integers(1, 9), st.integers(1, 120), st.integers(0, 2**63 - 1), st.integers(1, 13))
 def test_an_epoch_visits_every_place_once(length, extra, seed, size):
     train = windows(data(length + extra), "train", length, seed)
     steps = -(-2 * train.count // size)
@@ -73,11 +68,9 @@ def test_order_equals_the_golden_order():
     """Fixed for ever: a change here changes every run and breaks resuming."""
     train = windows(data(50), "train", 5, 42)
     assert train.count == 9
-    got = [train.batch(step, range(4), 4)[:, 0].tolist() for step in range(5)]
-    assert got == GOLDEN
-
-
-GOLDEN = [[31, 1, 26, 16], [11, 21, 41, 6], [36, 19, 44, 24], [14, 9, 34, 4], [29, 39, 40, 25]]
+    assert [train.batch(step, range(4), 4)[:, 0].tolist() for step in range(5)] == [
+        [31, 1, 26, 16], [11, 21, 41, 6], [36, 19, 44, 24], [14, 9, 34, 4], [29, 39, 40, 25],
+    ]  # fmt: skip
 
 
 def test_text_of_one_sequence_suffices():
@@ -86,12 +79,7 @@ def test_text_of_one_sequence_suffices():
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    length=st.integers(1, 9),
-    extra=st.integers(1, 60),
-    seed=st.integers(0, 99),
-    size=st.integers(1, 13),
-)
+@given(st.integers(1, 9), st.integers(1, 60), st.integers(0, 99), st.integers(1, 13))
 def test_complete_evaluation_predicts_every_token_once(length, extra, seed, size):
     """But the first; and it begins with the windows of an ordinary epoch."""
     tokens = data(1, length + extra)
@@ -111,11 +99,13 @@ def test_complete_evaluation_predicts_every_token_once(length, extra, seed, size
     assert (held_out.batch(1, [0], held_out.count) == rows[:1]).all(), "every pass is the same"
 
 
+def ended_by_zero(tokens, directory=Path("/prepared")):
+    return TokenData("x", directory, "f", 99, {"train": np.array(tokens)}, None, 0)
+
+
 def documents(lengths, length, seed=0):
     """Documents of increasing tokens, each ended by 0, with the order of ``windows``."""
-    texts = [np.r_[np.arange(1, n), 0] for n in lengths]
-    tokens = {"train": np.concatenate(texts)}
-    opened = TokenData("x", Path("/prepared"), "f", 99, tokens, None, 0)
+    opened = ended_by_zero(np.concatenate([np.r_[np.arange(1, n), 0] for n in lengths]))
     return windows(opened, "train", length, seed, documents=True)
 
 
@@ -141,15 +131,13 @@ def test_an_epoch_visits_the_beginning_of_every_document_once(lengths, length, s
 
 def test_documents_without_a_token_to_predict_are_left_out():
     assert documents([1, 5, 1, 1, 2], 8).count == 2
-    tokens = {"train": np.array([0, 0, 3, 4])}  # the last document has no end
-    opened = TokenData("x", Path("/prepared"), "f", 99, tokens, None, 0)
+    opened = ended_by_zero([0, 0, 3, 4])  # the last document has no end
     rows = windows(opened, "train", 4, 0, documents=True).batch(0, [0], 1)
     assert rows.tolist() == [[3, 4, -1, -1, -1]]
 
 
 def test_bounds_of_a_large_file_are_kept_next_to_it(tmp_path, monkeypatch):
-    tokens = {"train": np.array([3, 0, 4, 5, 0, 6, 0])}
-    opened = TokenData("x", tmp_path, "f", 99, tokens, None, 0)
+    opened = ended_by_zero([3, 0, 4, 5, 0, 6, 0], tmp_path)
     assert order.document_bounds(opened, "train").tolist() == [0, 2, 5, 7]
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(order, "SEARCHED", 3)

@@ -6,6 +6,7 @@ import pytest
 
 from sparsepretrain.data import hub
 from sparsepretrain.data.preparation import prepare
+from sparsepretrain.data.sources import hf_pairs, parallel_files
 from sparsepretrain.errors import DataError
 
 PLAIN = {"tokenizer": "bytes", "vocab_size": None, "validation": None}
@@ -30,8 +31,6 @@ def nothing_prepared(cache):
 
 @pytest.mark.parametrize(("shard_pairs", "workers"), [(3, 2), (16384, 1)])
 def test_two_files_become_pairs(options, files, monkeypatch, shard_pairs, workers, pair_texts):
-    from sparsepretrain.data.sources import parallel_files
-
     monkeypatch.setattr(parallel_files, "SHARD_PAIRS", shard_pairs)
     expected = [(f"sentence {i} é", f"Satz {i} ß " * i + "x") for i in range(10)]
     lines = ("\n".join(side) for side in zip(*expected, strict=True))
@@ -45,8 +44,6 @@ def test_two_files_become_pairs(options, files, monkeypatch, shard_pairs, worker
 
 @pytest.mark.parametrize("shard_pairs", [2, 16384])
 def test_tsv_columns_become_pairs(options, files, monkeypatch, shard_pairs, pair_texts):
-    from sparsepretrain.data.sources import parallel_files
-
     monkeypatch.setattr(parallel_files, "SHARD_PAIRS", shard_pairs)
     rows = "".join(f"{i}\tziel {i}\tquelle {i}\n" for i in range(5))
     changes = PLAIN | {"train": files(rows), "columns": [2, 1], "test": files(rows, name="t")}
@@ -79,9 +76,6 @@ def test_bad_lines_are_named_and_nothing_is_prepared(options, files, cache, colu
     assert nothing_prepared(cache)
 
 
-# --- hf_pairs -----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def wmt(tmp_path, monkeypatch):
     """A local directory in the format of the hub's WMT corpora."""
@@ -95,14 +89,11 @@ def wmt(tmp_path, monkeypatch):
         pairs[1]["de"] = ""  # as in WMT's crawled text
         rows = "".join(json.dumps({"translation": pair}) + "\n" for pair in pairs)
         (root / f"{split}.jsonl").write_text(rows)
-    return {
-        "path": str(root), "subset": None, "size_gb": None, "tokenizer": "bytes", "vocab_size": None
-    }  # fmt: skip
+    about = {"subset": None, "size_gb": None, "tokenizer": "bytes", "vocab_size": None}
+    return about | {"path": str(root)}
 
 
 def test_hub_corpus_becomes_pairs(options, wmt, monkeypatch, pair_texts):
-    from sparsepretrain.data.sources import hf_pairs
-
     monkeypatch.setattr(hf_pairs.HfPairs, "shard_rows", 7)
     data = prepare(options("wmt14_ende", **wmt), workers=1)
     kept = [i for i in range(30) if i != 1]

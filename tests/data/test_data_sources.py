@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsepretrain import registry
+from sparsepretrain.data.preparation import load
 from sparsepretrain.data.sources import _files
 from sparsepretrain.errors import DataError
 
@@ -100,30 +101,27 @@ def test_hidden_installed_and_broken_files_are_skipped(options, tmp_path):
     assert sorted(f.name for f in src.files) == ["a.py", "d/e.py"]
 
 
-def bad_inputs(tmp_path):
+@pytest.mark.parametrize(
+    ("config", "key", "name", "expected"),
+    [
+        ("python_source", "roots", "absent", "absent is not a directory"),
+        ("python_source", "roots", "empty", "empty holds no .py file"),
+        ("python_source", "roots", "no_text", "all files are empty"),
+        ("text_files", "files", "*.txt", "no file matches"),
+        ("text_files", "files", "empty", "a directory: use"),
+    ],
+)
+def test_missing_text_is_a_one_line_error(options, tmp_path, cache, config, key, name, expected):
     (tmp_path / "empty").mkdir()
     (tmp_path / "no_text").mkdir()
     (tmp_path / "no_text" / "a.py").write_text("")
-    yield "python_source", {"roots": [str(tmp_path / "absent")]}, "absent is not a directory"
-    yield "python_source", {"roots": [str(tmp_path / "empty")]}, "empty holds no .py file"
-    yield "python_source", {"roots": [str(tmp_path / "no_text")]}, "all files are empty"
-    yield "text_files", {"files": [str(tmp_path / "*.txt")]}, "no file matches"
-    yield "text_files", {"files": [str(tmp_path / "empty")]}, "a directory: use"
-
-
-def test_missing_text_is_a_one_line_error(options, tmp_path, cache):
-    from sparsepretrain.data.preparation import load
-
-    for config, changes, expected in bad_inputs(tmp_path):
-        with pytest.raises(DataError) as caught:
-            load(options(config, **changes))
-        assert expected in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(DataError) as caught:
+        load(options(config, **{key: [str(tmp_path / name)]}))
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
     assert not cache.exists()
 
 
 def test_an_unreadable_file_is_named(options, corpus, monkeypatch):
-    from sparsepretrain.data.preparation import load
-
     src = source(options("python_source", roots=[str(corpus)]))
     shards, victim = src.shards(), corpus / "package1" / "module3.py"
     victim.write_bytes(victim.read_bytes()[:-1])

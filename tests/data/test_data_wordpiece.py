@@ -23,7 +23,7 @@ def codec(tmp_path):
 
 @pytest.mark.parametrize("name", [n for n, known in TOKENIZERS.items() if known.training])
 def test_trained_tokenizers_equal_their_record(name, tmp_path):
-    (tmp_path / "t.json").write_text(TOKENIZERS[name].train(WORDS, 300))
+    (tmp_path / "t.json").write_text(TOKENIZERS[name].make(WORDS, 300))
     codec = FileCodec(tmp_path / "t.json")
     assert 20 < codec.vocab_size <= 300
     assert (codec.mask is not None) is TOKENIZERS[name].has_mask

@@ -8,7 +8,7 @@ from torch import nn
 from sparsepretrain import config
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.tasks import build_task
-from sparsepretrain.training.batches import split_requests, stream, training_requests
+from sparsepretrain.training.batches import Request, split_requests, stream
 
 CPU = torch.device("cpu")
 MIXING = ("task.mixup=0.8", "task.cutmix=1.0")
@@ -42,9 +42,8 @@ def test_batches_have_the_shapes_of_the_example(make):
     for overrides in ((), MIXING):
         task = make(*overrides)
         batch, example = task.batch("train", 2, range(4, 10), 64), task.example(6, CPU)
-        assert {k: (v.shape, v.dtype) for k, v in batch.items()} == {
-            k: (v.shape, v.dtype) for k, v in example.items()
-        }
+        forms = [{k: (v.shape, v.dtype) for k, v in part.items()} for part in (batch, example)]
+        assert forms[0] == forms[1]
         assert batch["images"].shape == (6, 3, 16, 16) and task.count(batch) == 6
     held_out = task.batch("validation", 0, range(320), 320)
     assert set(held_out) == {"images", "labels"}
@@ -61,12 +60,8 @@ def test_micro_batches_are_parts_of_the_global_batch(make):
 
 def test_an_epoch_sees_every_image_and_copies_differ(make):
     task = make("task.copies=2")
-    labels, images = [], []
-    for step in range(2):
-        batch = task.batch("train", step, range(40), 40)
-        labels.append(batch["labels"])
-        images.append(batch["images"])
-    labels, images = torch.cat(labels), torch.cat(images)
+    batches = [task.batch("train", step, range(40), 40) for step in range(2)]
+    labels, images = (torch.cat([batch[key] for batch in batches]) for key in ("labels", "images"))
     assert torch.equal(labels[::2], labels[1::2])
     same = [torch.equal(a, b) for a, b in zip(images[::2], images[1::2], strict=True)]
     assert sum(same) < 15  # 9 shifts are equally likely
@@ -74,7 +69,7 @@ def test_an_epoch_sees_every_image_and_copies_differ(make):
 
 def test_workers_make_the_same_mixed_batches(make):
     task = make(*MIXING)
-    wanted = [next(r) for r in [training_requests(3, 16, 8, range(2))] for _ in range(4)]
+    wanted = [Request("train", step, range(i, i + 8), 16) for step in (3, 4) for i in (0, 8)]
     wanted += split_requests("validation", task.samples("validation"), 100, None)
     here, there = ([*stream(task, wanted, CPU, workers)] for workers in (0, 1))
     assert len(here) == 8 and [task.count(b) for b in here[4:]] == [100, 100, 100, 20]
@@ -109,10 +104,8 @@ def test_mixed_loss_equals_fp64(make):
     partners, shares = labels.flip(0), torch.tensor([0.7, 0.7, 0.2, 1.0])
     batch = {"images": torch.zeros(4, 3, 16, 16), "labels": labels}
     batch |= {"partners": partners, "shares": shares}
-    mixed = shares[:, None] * F.one_hot(labels, 10) + (1 - shares)[:, None] * F.one_hot(
-        partners, 10
-    )
-    targets = 0.9 * mixed + 0.01
+    own, other = F.one_hot(labels, 10), F.one_hot(partners, 10)
+    targets = 0.9 * (shares[:, None] * own + (1 - shares)[:, None] * other) + 0.01
     assert torch.allclose(targets.sum(-1), torch.ones(4))
     expected = -(targets * logits.double().log_softmax(-1)).sum()
     assert task.loss(Fixed(logits), batch)[0].item() == pytest.approx(expected.item(), rel=1e-6)

@@ -7,9 +7,8 @@ import pytest
 
 from sparsepretrain import config
 from sparsepretrain.tracking.console import Console
-from sparsepretrain.training.cost import run_cost
+from sparsepretrain.training.cost import MatmulFlops, run_cost
 from sparsepretrain.training.plan import dry_run
-from sparsepretrain.training.speedup import MatmulFlops
 
 
 def rows(*overrides):

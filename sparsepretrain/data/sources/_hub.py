@@ -93,11 +93,7 @@ class HubSource(Source):
 
 
 def load_rows(
-    options: Any,
-    split: str,
-    *,
-    instead: str,
-    data_files: Mapping[str, Sequence[str]] | None = None,
+    options: Any, split: str, *, instead: str, data_files: Mapping[str, Sequence[str]] | None = None
 ) -> Any:
     """Load a split (or a slice such as train[:10%]) of the dataset of ``options``.
 

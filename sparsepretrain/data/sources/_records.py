@@ -12,6 +12,7 @@ from sparsepretrain.data.source import SPLITS, Document, Shard, Source, SourceOp
 from sparsepretrain.data.sources._files import TextFile, match, refuse_shared, unreadable
 from sparsepretrain.data.sources._hub import load_rows
 from sparsepretrain.errors import DataError, needs, reason
+from sparsepretrain.files import parse_json
 from sparsepretrain.limits import Problems
 
 SHARD_ROWS = 16384
@@ -152,13 +153,10 @@ def _json_rows(file: str) -> Iterator[tuple[int, Row]]:
                 if not line.strip():
                     continue
                 try:
-                    row = json.loads(line)
+                    row = parse_json(line, dict)
                 except ValueError as error:
                     problem = f"not a JSON object per line ({error})"
                     raise DataError(f"{file}:{number}: {problem}") from error
-                if not isinstance(row, dict):
-                    kind = type(row).__name__
-                    raise DataError(f"{file}:{number}: must be a JSON object, got {kind}")
                 yield number, row
     except UnicodeDecodeError as error:
         raise DataError(f"{file} is not UTF-8 text") from error

@@ -44,7 +44,6 @@ class Teacher(GeneratedSource):
 
     Options: ClassVar[type[SourceOptions]] = TeacherOptions
     kind = "vectors"
-    unit = "samples"
 
     def __init__(self, options: TeacherOptions) -> None:
         super().__init__(options)

@@ -62,9 +62,8 @@ class Descent(Probe):
     def after_step(self, session: Session, step: Step) -> None:
         """Compare what was predicted with what happens."""
         before, self._before = self._before, None
-        if before is None or not session.updated:
-            return
-        if before["phase"] != session.sparsifier.method.phase:
+        phase = session.sparsifier.method.phase
+        if before is None or not session.updated or before["phase"] != phase:
             return
         from sparsepretrain.training.loop import training_loss
         from sparsepretrain.training.observers import put
