@@ -42,6 +42,20 @@ esac
 FLAGS = ("gpu", "hydra", "xdist", "broken", "slow")
 
 
+def start(*words, **settings):
+    """Start the script; its output is one pipe."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = ["bash", str(SCRIPT), *words]
+    return subprocess.Popen(command, env=os.environ | settings, **pipes)
+
+
+def packed(out):
+    """Return name -> text of the packed files."""
+    with tarfile.open(out / "results.tar.gz") as tar:
+        files = [member for member in tar if member.isfile()]
+        return {Path(m.name).name: tar.extractfile(m).read().decode() for m in files}
+
+
 class Check:
     """The script on a machine with a fake GPU and a fake Python."""
 
@@ -57,13 +71,7 @@ class Check:
 
     def start(self, *words, **settings):
         (self.root / "calls").unlink(missing_ok=True)
-        return subprocess.Popen(
-            ["bash", str(SCRIPT), *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | self.settings | settings,
-        )
+        return start(*words, **self.settings | settings)
 
     def __call__(self, *words, **settings):
         """Return exit code, output and the calls of Python."""
@@ -73,10 +81,7 @@ class Check:
         return process.returncode, text, calls.read_text().splitlines() if calls.exists() else []
 
     def packed(self):
-        """Return name -> text of the packed files."""
-        with tarfile.open(self.root / "out" / "results.tar.gz") as tar:
-            files = [member for member in tar if member.isfile()]
-            return {Path(m.name).name: tar.extractfile(m).read().decode() for m in files}
+        return packed(self.root / "out")
 
 
 @pytest.fixture
@@ -94,15 +99,14 @@ def test_pieces_run_in_order_and_are_resumed(check):
     assert finished == {*PIECES} - {"tests"}, "a failure does not stop the other pieces"
     assert "== linear: a goal was missed" in text and (check.results / "linear.json").exists()
     out, budget = check.results, "--budget 480"
-    for expected in (
-        f"smoke.py --budget 60 --out {out}/smoke.json",
-        f"train.py --methods sste --backend auto {budget} --out {out}/train-sste-auto.json",
-        f"linear.py --methods sste,tsrste,slope --backend auto --fp8 {budget} "
-        f"--out {out}/linear-fp8-auto.json",
-        f"blocks.py --backend auto {budget} --out {out}/blocks-auto.json",
-        f"linear.py {budget} --out {out}/linear-all.json",
+    for expected, name in (
+        ("smoke.py --budget 60", "smoke"),
+        (f"train.py --methods sste --backend auto {budget}", "train-sste-auto"),
+        (f"linear.py --methods sste,tsrste,slope --backend auto --fp8 {budget}", "linear-fp8-auto"),
+        (f"blocks.py --backend auto {budget}", "blocks-auto"),
+        (f"linear.py {budget}", "linear-all"),
     ):
-        assert f"benchmarks/{expected}" in calls
+        assert f"benchmarks/{expected} --out {out}/{name}.json" in calls
     assert all("-n 8 tests/" in call for call in calls if "-m pytest" in call)
     check.flags["broken"].unlink()
     check.flags["xdist"].unlink()
@@ -162,11 +166,8 @@ def test_summary_lists_pieces_and_cases(tmp_path):
     goal = Case(name="a, bandwidth over a device copy's", value=0.8, unit="×", at_least=0.85)
     skipped = Case(name="b, triton", status="skipped: needs a CUDA GPU")
     cases = [Case(name="a, triton", value=2.0, detail=speed), goal, skipped]
-    environment = {
-        "hardware": {"device": "NVIDIA H200"},
-        "packages": {"torch": "2.15.0", "triton": "3.9.0"},
-        "commit": "abc",
-    }
+    environment = {"hardware": {"device": "NVIDIA H200"}, "commit": "abc"}
+    environment["packages"] = {"torch": "2.15.0", "triton": "3.9.0"}
     found = {"script": "kernels", "quick": False, "environment": environment}
     found["cases"] = [case.as_dict() for case in cases]
     write_atomic(tmp_path / "kernels.json", json.dumps(found))
@@ -188,13 +189,7 @@ def test_rehearsal_survives_a_killed_piece_and_leaves_one_tar(tmp_path):
     python.write_text(f'#!/bin/bash\necho "$$ $*" >> {pids}\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     settings = {"PYTHON": str(python), "OUT": str(tmp_path / "out"), "METHODS": "sste"}
-    process = subprocess.Popen(
-        ["bash", str(SCRIPT), "--fake"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | settings,
-    )
+    process = start("--fake", **settings)
     lines = []
     for line in process.stdout:
         lines.append(line)
@@ -208,11 +203,9 @@ def test_rehearsal_survives_a_killed_piece_and_leaves_one_tar(tmp_path):
     assert "== kernels: FAILED with exit code 137" in text
     assert "gpu_check: failed: kernels\n" in text
     assert {path.stem for path in results.glob("*.log")} == {*PIECES} - {"kernels"}
-    with tarfile.open(tmp_path / "out" / "results.tar.gz") as tar:
-        packed = {Path(member.name).name for member in tar if member.isfile()}
-        kept = json.load(tar.extractfile("fake/kernels.json"))
-    assert packed == {path.name for path in results.iterdir()}
-    assert kept["cases"]
+    files = packed(tmp_path / "out")
+    assert files.keys() == {path.name for path in results.iterdir()}
+    assert json.loads(files["kernels.json"])["cases"]
     summarized = (results / "summary.md").read_text()
     assert "Not finished: kernels." in summarized
     assert "few rounds: no figure means anything" in summarized

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 from types import SimpleNamespace
 
@@ -107,11 +106,8 @@ def test_gpu_path_times_checks_and_compares(monkeypatch):
         cuda.wait()
         return kernels.nm_mask(x)
 
-    case = dataclasses.replace(
-        case_named("2:4 mask, fp32"),
-        run=run,
-        others={"synchronizes": synchronizes, "wrong": lambda x: ~kernels.nm_mask(x)},
-    )
+    others = {"synchronizes": synchronizes, "wrong": lambda x: ~kernels.nm_mask(x)}
+    case = dataclasses.replace(case_named("2:4 mask, fp32"), run=run, others=others)
     rows = cases_of(times.on_gpu(case, TINY, rounds=5, device=CPU))
     impls = ["triton", "reference", "compiled reference", "synchronizes", "wrong"]
     assert [name for name in rows if "copy" not in name] == impls
@@ -155,6 +151,5 @@ def test_failed_capture_is_a_failed_case(monkeypatch):
         return kernels.nm_mask(x)
 
     case = dataclasses.replace(case_named("2:4 mask, bf16"), run=run)
-    work = functools.partial(times.on_gpu, case, TINY, rounds=1, device=CPU)
-    (row,) = attempt("a", work)
+    (row,) = attempt("a", lambda: times.on_gpu(case, TINY, rounds=1, device=CPU))
     assert row.status.startswith("failed") and row.ok is False

@@ -54,9 +54,8 @@ def test_values_are_completed(capsys):
     assert complete(capsys, "train", "compile=t") == ["compile=true"]
     found = complete(capsys, "train", "sparsity=tsrste", "sparsity.mvue=")
     assert found == ["sparsity.mvue=gradient", "sparsity.mvue=none"]
-    assert complete(capsys, "train", "precision=fp8_sim", "precision.recipe=r") == [
-        "precision.recipe=reference"
-    ]
+    found = complete(capsys, "train", "precision=fp8_sim", "precision.recipe=r")
+    assert found == ["precision.recipe=reference"]
     assert complete(capsys, "train", "steps=") == complete(capsys, "train", "no.such=") == []
     tasks = complete(capsys, "finetune", "runs/x", "task=")
     assert {"task=squad", "task=wikitext2", "task=glue/sst2", "task=causal_lm"} <= {*tasks}

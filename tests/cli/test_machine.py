@@ -2,20 +2,10 @@
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from sparsepretrain import cli, registry
 from sparsepretrain.cli import _machine
-
-
-@pytest.fixture
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    _machine.unsupported.cache_clear()
-    yield
-    _machine.unsupported.cache_clear()
 
 
 def test_sparse_matmuls_follow_the_rows():
@@ -44,7 +34,10 @@ def test_devices_have_a_data_sheet(monkeypatch):
     assert rows["cuda:0"].startswith("NVIDIA H200, compute capability 9.0, 141 GiB; data sheet of")
 
 
-def test_doctor_on_a_machine_without_a_gpu(no_gpu, tmp_path, capsys):
+def test_doctor_on_a_machine_without_a_gpu(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(_machine, "unsupported", _machine.unsupported.__wrapped__)
     plugin = tmp_path / "mine.py"
     plugin.write_text("")
     assert cli.main(["doctor", f"plugins=[{plugin}]"]) == 0

@@ -17,35 +17,17 @@ METHODS = [m for m in registry.names("method") if not m.startswith("mine")]
 
 FRACTION, PROPER = (-0.1, 1.5), (-0.1, 1.0)
 OUT_OF_RANGE = {
-    "adapters.rank": (-1,),
-    "adapters.start": (-0.1, 1.0),
-    "n": (0, 5, -1),
-    "m": (0, -4),
-    "targets": ([], ""),
-    "window.start": (-0.5, 1.0),
-    "window.stop": (0.0, 1.5),
-    "decay": (-1e-4,),
-    "decay_ramp": FRACTION,
-    "gamma": FRACTION,
-    "until": FRACTION,
-    "rate": (-1.0,),
-    "at": PROPER,
-    "dense_tail": PROPER,
-    "refresh": (0, -40),
-    "every": (0,),
-    "candidates": (0,),
-    "window_length": (0,),
+    "adapters.rank": (-1,), "adapters.start": (-0.1, 1.0), "n": (0, 5, -1), "m": (0, -4),
+    "targets": ([], ""), "window.start": (-0.5, 1.0), "window.stop": (0.0, 1.5),
+    "decay": (-1e-4,), "decay_ramp": FRACTION, "gamma": FRACTION, "until": FRACTION,
+    "rate": (-1.0,), "at": PROPER, "dense_tail": PROPER, "refresh": (0, -40), "every": (0,),
+    "candidates": (0,), "window_length": (0,), "epsilon": (-1e-4,),
     "clipping": ([-0.1, 0.5], [0.1, 1.5], [0.5, 0.1]),
-    "epsilon": (-1e-4,),
-}
+}  # fmt: skip
 """Key -> values of the right type that no method accepts."""
 
-ONLY_24 = {
-    "tsrste": {},
-    "bimask": {},
-    "dense": {"flip_rule": "transposable"},
-    "sste": {"mvue": "weight"},
-}
+ONLY_24 = {"tsrste": {}, "bimask": {}, "dense": {"flip_rule": "transposable"}}
+ONLY_24["sste"] = {"mvue": "weight"}
 """Method -> options that require 2:4."""
 
 

@@ -81,10 +81,8 @@ def test_help_and_completion_list_a_named_plugin_verb(plugin, capsys):
     code, text = call(capsys, "greet", "--help", plugin)
     assert code == 0 and "usage: sparsepretrain greet" in text and "{you,me}" in text
     assert call(capsys, "__complete", plugin, "gr") == (0, "greet\n")
-    assert call(capsys, "__complete", "greet", plugin, "") == (
-        0,
-        "--help\nyou\nme\ntimes=\ngreeting=\n",
-    )
+    words = "--help\nyou\nme\ntimes=\ngreeting=\n"
+    assert call(capsys, "__complete", "greet", plugin, "") == (0, words)
     assert "sparsity=sste" in call(capsys, "__complete", "count-keys", plugin, "sparsity=ss")[1]
 
 
@@ -94,10 +92,8 @@ def test_help_and_completion_list_a_named_plugin_verb(plugin, capsys):
 )
 def test_bad_plugin_verbs_are_refused(name, words, tmp_path, capsys):
     file = tmp_path / "my_verb.py"
-    file.write_text(
-        "from sparsepretrain.registry import register\n"
-        f"@register('verb', '{name}')\nclass Mine: pass"
-    )
+    text = f"from sparsepretrain.registry import register\n@register('verb', '{name}')\n"
+    file.write_text(text + "class Mine: pass")
     code, text = call(capsys, "greet", f"plugins=['{file}']")
     assert code == 2 and text.count("\n") == 1 and all(word in text for word in words), text
 

@@ -41,14 +41,9 @@ def run(installed: Path, cwd: Path, *argv: str) -> str:
         f"assert cli.__file__.startswith({str(installed)!r}), cli.__file__\n"
         "sys.exit(cli.main(sys.argv[1:]))"
     )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code, *argv],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(installed)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-P", "-c", code, *argv]
+    env = {**os.environ, "PYTHONPATH": str(installed)}
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

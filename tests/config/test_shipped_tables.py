@@ -5,6 +5,8 @@ import pytest
 from sparsepretrain.config import tables
 from sparsepretrain.config.cells import Selection, cells, stage_words
 from sparsepretrain.config.tables import cell_name, load_table, printed, table_cells
+from sparsepretrain.training.derive import check_finetuning
+from sparsepretrain.training.plan import check
 
 NAMES = list(tables.names())
 SCALES = [(name, scale) for name in NAMES for scale in load_table(name).scales]
@@ -38,7 +40,8 @@ def test_the_last_cell_is_a_run(name):
     table = load_table(name)
     scale = next(iter(table.scales))
     row, column, _ = [at for at in table_cells(table, scale) if not at[2]][-1]
-    (cell,) = cells(name, table, scale, Selection(1, _literal(cell_name(row, column))))
+    only = "".join(f"[{c}]" if c in "*?[" else c for c in cell_name(row, column))
+    (cell,) = cells(name, table, scale, Selection(1, only))
     assert cell.seed == table.first_seed
     assert cell.run.runs_dir == f"runs/{name}"
 
@@ -55,23 +58,18 @@ def test_the_last_setting_of_each_tuned_row_is_a_run(name, scale):
     assert [cell.row for cell in found] == [*table.rows]
     assert set(tune.seeds).isdisjoint(range(table.first_seed, table.first_seed + 100))
     for cell in found:
-        assert cell.run.optim.lr == max(
-            float(s.split("=")[1].split()[0]) for s in tune.settings(cell.row)
-        )
+        rates = [float(s.split("=")[1].split()[0]) for s in tune.settings(cell.row)]
+        assert cell.run.optim.lr == max(rates)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "scale"), SCALES)
 def test_every_cell_is_a_run_that_could_start(name, scale):
     """Composed, validated, and built on the meta device, its fine-tunings composed too."""
-    from sparsepretrain.training.derive import check_finetuning
-    from sparsepretrain.training.plan import check
-
     table = load_table(name)
     found = cells(name, table, scale, Selection(1))
-    assert [cell.name for cell in found] == [
-        cell_name(row, column) for row, column, why in table_cells(table, scale) if not why
-    ]
+    run = [(row, column) for row, column, why in table_cells(table, scale) if not why]
+    assert [cell.name for cell in found] == [cell_name(*at) for at in run]
     assert len({cell.run.name for cell in found}) == len(found)
     for cell in found:
         if cell.run.model.family != "pretrained":  # its shape is on the hub
@@ -79,7 +77,3 @@ def test_every_cell_is_a_run_that_could_start(name, scale):
         for stage in table.scales[scale].stages:
             if stage.finetune is not None and cell is found[-1]:
                 check_finetuning(cell.run, stage_words(cell, stage), ())
-
-
-def _literal(glob):
-    return "".join(f"[{c}]" if c in "*?[" else c for c in glob)

@@ -31,40 +31,23 @@ def written(directory, **changes):
     return [directory]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"match": {"dense": {"to": "none", "equal": "flops"}}},
-            "match.dense.to 'none' is unknown",
-        ),
-        ({"match": {"none": {"to": "dense", "equal": "flops"}}}, "match 'none' is unknown"),
-        ({"match": {"dense": {"to": "dense", "equal": "flops"}}}, "'dense' is matched itself"),
-        (
-            {"match": {"dense": {"to": "dense", "equal": "time"}}},
-            "must be one of parameters, flops, tokens, got 'time'",
-        ),
-        (
-            {"match": {"dense": {"to": "γ = 0.2", "equal": "flops"}}},
-            "is for tables without columns",
-        ),
-        ({"scaling": ["half"]}, "scaling 'half' is unknown"),
-    ],
-)
-def test_matches_that_cannot_be_computed_are_refused(tmp_path, changes, message):
-    with pytest.raises(ConfigError) as error:
-        load_table("mine", written(tmp_path, **changes))
-    assert message in str(error.value)
+def matching(row, to, equal="flops"):
+    return {"match": {row: {"to": to, "equal": equal}}}
+
+
+def metric(**changes):
+    return {"metrics": {"loss": {"label": "l", "key": "loss", **changes}}}
+
+
+def tuning(grid, seeds=(1,), **more):
+    return {"scales": {"nano": {"tune": {"seeds": [*seeds], "grid": [grid], **more}}}}
 
 
 def test_cells_are_runs_with_a_directory_each(tmp_path):
     dirs = written(tmp_path)
     found = cells("mine", load_table("mine", dirs), "nano", Selection(config_dirs=dirs))
-    assert [cell.label for cell in found[:3]] == [
-        "dense @ short, seed 7",
-        "γ = 0.2 @ short, seed 7",
-        "γ = 0.2 @ long, seed 7",
-    ]
+    names = ("dense @ short", "γ = 0.2 @ short", "γ = 0.2 @ long")
+    assert [cell.label for cell in found[:3]] == [f"{name}, seed 7" for name in names]
     assert [cell.seed for cell in found] == [7, 7, 7, 8, 8, 8]
     places = {str(freeze.run_directory(cell.run).parent) for cell in found}
     assert places == {f"runs/mine/{n}" for n in ("dense--short", "γ_0.2--short", "γ_0.2--long")}
@@ -82,9 +65,8 @@ def test_all_mistakes_of_all_cells_are_reported(tmp_path):
     with pytest.raises(ConfigError) as caught:
         cells("mine", table, "nano", Selection(overrides=["optim.lrr=1", "seeds=3"]))
     assert len(caught.value.messages) == 2
-    assert "dense @ short, γ = 0.2 @ short, γ = 0.2 @ long: unknown key 'optim.lrr'" in str(
-        caught.value
-    )
+    named = "dense @ short, γ = 0.2 @ short, γ = 0.2 @ long: unknown key 'optim.lrr'"
+    assert named in str(caught.value)
     with pytest.raises(ConfigError, match="use --seeds"):
         cells("mine", table, "nano", Selection(overrides=["seed=3"]))
     with pytest.raises(ConfigError, match="did you mean 'dense @ short'"):
@@ -103,25 +85,21 @@ def test_all_mistakes_of_all_cells_are_reported(tmp_path):
         ({"baseline": "ste"}, "baseline 'ste' is not a row"),
         ({"claims": [{"text": "t", "kind": "less", "of": ["dense", "sste"]}]}, "'sste' is unknown"),
         ({"claims": [{"text": "t", "kind": "equal", "of": ["dense", "dense"]}]}, "margin"),
-        ({"metrics": {"loss": {"label": "l", "key": "loss", "over": [0.5, 0.1]}}}, "ascending"),
+        (metric(over=[0.5, 0.1]), "ascending"),
+        (metric(percent_of="sste"), "metrics.loss.percent_of 'sste' is unknown"),
+        (tuning("a=1", seeds=[]), "at least one seed"),
+        (tuning("a"), "must be KEY=VALUE"),
+        (tuning("a=[1, 2]"), "without spaces"),
         (
-            {"metrics": {"loss": {"label": "l", "key": "loss", "percent_of": "sste"}}},
-            "metrics.loss.percent_of 'sste' is unknown",
-        ),
-        ({"scales": {"nano": {"tune": {"seeds": [], "grid": ["a=1"]}}}}, "at least one seed"),
-        ({"scales": {"nano": {"tune": {"seeds": [1], "grid": ["a"]}}}}, "must be KEY=VALUE"),
-        ({"scales": {"nano": {"tune": {"seeds": [1], "grid": ["a=[1, 2]"]}}}}, "without spaces"),
-        (
-            {
-                "columns": {},
-                "scales": {
-                    "nano": {
-                        "tune": {"seeds": [1], "grid": ["a=1"], "rows": {"dense": ["b=[1,2],3"]}}
-                    }
-                },
-            },
+            {"columns": {}, **tuning("a=1", rows={"dense": ["b=[1,2],3"]})},
             "same number of settings, got dense 2",
         ),
+        (matching("dense", "none"), "match.dense.to 'none' is unknown"),
+        (matching("none", "dense"), "match 'none' is unknown"),
+        (matching("dense", "dense"), "'dense' is matched itself"),
+        (matching("dense", "dense", "time"), "one of parameters, flops, tokens, got 'time'"),
+        (matching("dense", "γ = 0.2"), "is for tables without columns"),
+        ({"scaling": ["half"]}, "scaling 'half' is unknown"),
     ],
 )
 def test_mistakes_in_a_file_name_file_and_key(tmp_path, changes, message):
@@ -132,12 +110,8 @@ def test_mistakes_in_a_file_name_file_and_key(tmp_path, changes, message):
 
 
 def test_published_numbers_come_with_their_status():
-    source = Published(
-        paper="S-STE",
-        table="Table 4 (partly)",
-        metric="bleu",
-        rows={"dense": {"method": "dense"}, "step": {"method": "STEP"}},
-    )
+    rows = {"dense": {"method": "dense"}, "step": {"method": "STEP"}}
+    source = Published(paper="S-STE", table="Table 4 (partly)", metric="bleu", rows=rows)
     row = printed(source, "dense", "")
     assert row is not None and row["value"] == 26.42 and row["status"] == "secondary"
     assert printed(source, "step", "") is None  # without a published number

@@ -17,13 +17,6 @@ from sparsepretrain.config.schema import Run
 
 OPTIONS = [(group, option) for group, options in catalog().items() for option in options]
 MODELS, METHODS = catalog()["model"], registry.names("method")
-ROOT = shipped().parent
-
-
-def options_class(group: str, part: dict) -> type:
-    if group == "tracker":
-        return Tracker
-    return options_of(group, part[key_of(group)])
 
 
 def keys(cls: type) -> dict:
@@ -48,14 +41,13 @@ def test_yaml_keys_are_the_fields(group, option):
         plain = compose(f"{group}={option}", f"model={next(models, 'pretrained')}")
     if group in ("experiment", "finetune"):
         assert set(plain) == {f.name for f in dataclasses.fields(Run)}
+    elif group == "probe":  # name -> options
+        part = plain[group]
+        assert shape(part) == {name: keys(registry.options_of("probe", name)) for name in part}
     else:
         part = plain[group]
-        if group == "probe":  # name -> options
-            assert {k: shape(v) for k, v in part.items()} == {
-                name: keys(registry.options_of("probe", name)) for name in part
-            }
-            return
-        assert shape(part) == keys(options_class(group, part))
+        options = Tracker if group == "tracker" else options_of(group, part[key_of(group)])
+        assert shape(part) == keys(options)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -67,9 +59,7 @@ def test_yaml_defaults_are_the_defaults_of_the_class(method):
 @pytest.mark.parametrize("group", list(REGISTERED))
 def test_every_registered_name_has_a_yaml(group):
     kind, key = REGISTERED[group]
-    named = set()
-    for option in catalog()[group]:
-        named.add(compose(f"{group}={option}")[group][key])
+    named = {compose(f"{group}={option}")[group][key] for option in catalog()[group]}
     builtin = {n for n in registry.names(kind) if not n.startswith("mine_")}
     assert builtin == named
 

@@ -29,16 +29,13 @@ def decay_in_use(method, *, micro_batches=1, batch=2, loss_scale=None, decay=0.2
     "step", [{"micro_batches": 1}, {"micro_batches": 8}, {"loss_scale": 65536.0}, {"batch": 6}]
 )
 def test_decay_is_independent_of_micro_batches_loss_scale_and_batch(method, step):
-    """NM-sparsity adds λ in every backward, unscaled; 2by4-pretrain-acc-examples v1
-    train.py:306-314 unscales only if it clips; Bi-Mask vision_transformer.py:133-134 sums a λ that
-    is broadcast over the batch."""
+    """NM-sparsity; acc-examples v1 train.py:306-314; Bi-Mask vision_transformer.py:133-134."""
     assert decay_in_use(method, **step) == pytest.approx(1, rel=1e-4)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.125, 1.0])
 def test_the_decay_option_is_applied(decay):
-    """NM-sparsity lines 92-95: the linear layer ignores its decay, and its default M = 2 with
-    N = 2 prunes nothing."""
+    """NM-sparsity lines 92-95: the linear layer ignores its decay; its 2:2 prunes nothing."""
     model, optimizer, sparsifier = build("srste", lr=1.0, decay=decay)
     before, mask = model.fc2.weight.detach().clone(), sparsifier.masks()["fc2"]
     assert (mask.view(-1, 4).sum(1) == 2).all()
@@ -50,8 +47,7 @@ def test_the_decay_option_is_applied(decay):
 
 @every_method
 def test_forward_and_backward_leave_no_trace(method, capfd, tmp_path, monkeypatch):
-    """slope ops.py:230,519,821: prunes the weight in place in the forward, prints and appends to a
-    file in the backward."""
+    """slope ops.py:230,519,821 prunes the weight in place, prints, and appends to a file."""
     monkeypatch.chdir(tmp_path)
     model, _, _ = build(method)
     before, version = model.fc1.weight.detach().clone(), model.fc1.weight._version
@@ -63,8 +59,7 @@ def test_forward_and_backward_leave_no_trace(method, capfd, tmp_path, monkeypatc
 
 @every_method
 def test_parameters_have_no_extra_attributes(method):
-    """v1 sparse_ops.py:16-23 keeps mode, mask and counters as attributes of the weight: a copy, a
-    state dict or a shard loses them."""
+    """v1 sparse_ops.py:16-23 keeps mode, mask and counters there: copies and shards lose them."""
     model, optimizer, _ = build(method)
     step(model, optimizer)
     assert all(not vars(p) for p in model.parameters())
@@ -74,15 +69,14 @@ def test_models_of_one_process_have_their_own_masks():
     """apex asp.py:28,93 keeps its state in the class: one model per process."""
     models = [Net(seed) for seed in range(2)]
     handles = [sp.sparsify(m, "asp", targets="fc*", at=0.0) for m in models]
-    for model, handle in zip(models, handles, strict=True):
-        rule = kernels.nm_mask(model.fc1.weight)
-        assert torch.equal(handle.masks()["fc1"], rule)
-    assert not torch.equal(handles[0].masks()["fc1"], handles[1].masks()["fc1"])
+    masks = [handle.masks()["fc1"] for handle in handles]
+    for model, mask in zip(models, masks, strict=True):
+        assert torch.equal(mask, kernels.nm_mask(model.fc1.weight))
+    assert not torch.equal(*masks)
 
 
 def test_errors_of_a_layer_are_raised():
-    """progressive_gradient_flow sparse_functions.py:324-334: a bare ``except`` calls the layer
-    again as if training had just begun."""
+    """progressive_gradient_flow sparse_functions.py:324-334 has a bare ``except``."""
     model, _, _ = build("srste")
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model.fc1(draw(4, 15))
@@ -115,8 +109,7 @@ def test_zero_layer_has_finite_gradients():
 
 
 def test_layers_do_not_cast_to_fp16():
-    """semi_structured.py:580 and v2 sparse_ops.py:48 cast gradients to fp16: above 65504 they are
-    infinite, which loss scaling reaches."""
+    """semi_structured.py:580, v2 sparse_ops.py:48: gradients above 65504 become infinite."""
     model, _, _ = build("sste")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = model(draw(8, 16))

@@ -10,8 +10,7 @@ from sparsepretrain.config.freeze import identity
 
 @pytest.mark.parametrize("resumed_at", [29, 30, 31, 35])
 def test_dense_tail_holds_after_any_resume(resumed_at):
-    """v1 train.py:277,315 and progressive_gradient_flow :259 switch when step == s: a run resumed
-    after that step is sparse for ever."""
+    """v1 train.py:277,315 and progressive_gradient_flow :259 switch only when step == s."""
     switch = 30
     published = any(number == switch for number in range(resumed_at + 1, STEPS))
     _, _, sparsifier = build("tsrste", dense_tail=0.25)
@@ -40,8 +39,7 @@ class ThroughData(torch.optim.SGD):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("unseen", [False, True])
 def test_projections_follow_the_weights(method, unseen):
-    """The 1558M script comments the decay and the counter out: its compressed weights are never
-    made again. Ours follow every optimizer step, with or without decay or refresh."""
+    """The 1558M script comments the counter out: its compressed weights are never made again."""
     options = {"decay": 0.0} if method in ("srste", "tsrste", "bimask") else {}
     model, optimizer, sparsifier = build(method, **options)
     if unseen and method != "step":  # which brings its own optimizer
@@ -63,8 +61,7 @@ def test_projections_follow_the_weights(method, unseen):
 
 @pytest.mark.parametrize(("model", "decay"), [("gpt2_774m", 6e-5), ("gpt2_1558m", 2e-4)])
 def test_decay_of_a_model_is_in_its_identity(model, decay):
-    """Folder names and README of 2by4-pretrain-acc-examples disagree about λ of 774M and 1558M.
-    Here the value has one place, which the record and the identity of a run repeat."""
+    """Folder names and README of 2by4-pretrain-acc-examples disagree about λ of 774M and 1558M."""
     plain = compose([f"model={model}", "sparsity=tsrste"])
     other = compose([f"model={model}", "sparsity=tsrste", "sparsity.decay=3e-4"])
     assert plain["sparsity"]["decay"] == decay and other["sparsity"]["decay"] == 3e-4

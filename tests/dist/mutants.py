@@ -1,7 +1,5 @@
 """Mistakes that the comparisons with one process must notice: patches of the trained code."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator
@@ -35,11 +33,8 @@ mean.__annotations__ = summed.__annotations__
 
 def noise(number: Any) -> Any:
     """Draws that depend on another number than that of the micro-batch."""
-    return patch.object(
-        Sparsifier,
-        "micro_batch",
-        lambda own, index, **options: place(own, number(index), **options),
-    )
+    draw = lambda own, index, **options: place(own, number(index), **options)  # noqa: E731
+    return patch.object(Sparsifier, "micro_batch", draw)
 
 
 def factor_of_root(module: Any, factor: float) -> None:
@@ -57,6 +52,11 @@ def by_pointer(own: Any, weight: Any, training: bool = False) -> Any:
     if key not in kept:
         kept[key] = project(own, weight, training)
     return kept[key]
+
+
+def without_b(own: Any, outputs: Any, *rest: Any, **options: Any) -> Any:
+    """The first of two gathered operands in place of both."""
+    return gathered(own, (outputs[0], outputs[0]), *rest, **options)
 
 
 def flat(mask: torch.Tensor) -> torch.Tensor:
@@ -112,15 +112,7 @@ MUTANTS: dict[str, list[Any]] = {
         patch.object(steps, "pack_rows", flat),
         patch.object(ShardedRows, "shard_buffers", cut_flat),
     ],
-    "B dropped": [
-        patch.object(
-            MasterShard,
-            "fsdp_post_all_gather",
-            lambda own, outputs, *rest, **options: gathered(
-                own, (outputs[0], outputs[0]), *rest, **options
-            ),
-        )
-    ],
+    "B dropped": [patch.object(MasterShard, "fsdp_post_all_gather", without_b)],
     "no reshard": [patch.object(OperandCache, "is_stale", lambda own, training: False)],
     "a shard shifted by one": [
         patch.object(ShardedRows, "mine", shifted),

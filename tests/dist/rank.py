@@ -4,8 +4,6 @@ Each run is a fork, which may fail, hang or be killed and leave nothing to the n
 imports, five seconds, are done once. Prints the exit code of each run, or -signal, as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -76,9 +74,8 @@ def run(case: dict[str, Any]) -> int:
         elif case["only"] == "weights":
             trainer._run = compared_with_their_hash  # type: ignore[assignment]
         with mistaken(case["mutant"]):
-            return trainer.train(
-                config.load(case["words"]), Console.silent(), stop_after=case["stop_after"]
-            )
+            loaded, stop = config.load(case["words"]), case["stop_after"]
+            return trainer.train(loaded, Console.silent(), stop_after=stop)
     except SparsePretrainError as error:
         print(f"{case['name']}: {error.label}: {error}", file=sys.stderr)
         return error.exit_code

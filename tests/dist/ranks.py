@@ -1,15 +1,18 @@
 """Starting several processes as torchrun would, one launch for many runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import torch.distributed as dist
 from tiny_runs import Tiny
+
+from sparsepretrain import config
+from sparsepretrain.config import freeze
 
 RANK = Path(__file__).with_name("rank.py")
 
@@ -63,13 +66,20 @@ class Case:
     errors: str = ""
 
 
+def start_ranks(size: int, script: Path, word: str, **more: str) -> list[subprocess.Popen[str]]:
+    """Start ``script`` with ``word`` once for each rank."""
+    tests = script.parents[1]
+    base = {**os.environ, "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1", **more}
+    base["PYTHONPATH"] = f"{script.parent}:{tests}:{os.environ.get('PYTHONPATH', '')}"
+    base |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, str(script), word]
+    ranks = [base | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+    return [subprocess.Popen(command, env=rank, **pipes) for rank in ranks]
+
+
 def train_with(tiny: Tiny, size: int, cases: list[Case]) -> dict[str, Path]:
     """Train ``cases`` in ``size`` processes; name -> run directory."""
-    import torch.distributed as dist
-
-    from sparsepretrain import config
-    from sparsepretrain.config import freeze
-
     plain, found = [], {}
     # where the processes of a run find each other: here, as with torchrun, so that nobody else can
     # take a port before they listen to it
@@ -84,21 +94,8 @@ def train_with(tiny: Tiny, size: int, cases: list[Case]) -> dict[str, Path]:
         found[case.name] = words
     file = tiny.root / f"cases-{size}.json"
     file.write_text(json.dumps(plain))
-    base = {**os.environ, "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
-    base |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # that of this process
-    paths = str(RANK.parents[1]), os.environ.get("PYTHONPATH", "")
-    base |= {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    base |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(RANK), str(file)],
-            env=base | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
+    # the agent store is that of this process
+    started = start_ranks(size, RANK, str(file), TORCHELASTIC_USE_AGENT_STORE="True")
     try:
         outputs = [process.communicate(timeout=1500) for process in started]
     finally:

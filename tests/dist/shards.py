@@ -1,7 +1,5 @@
 """What every process of test_sharded_loops.py runs: the library in a plain training loop."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -14,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mutants import mistaken
+from omegaconf import OmegaConf
 from ranks import VARIANTS
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -21,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch_checkpoints import LOADS, save
+from transformers.pytorch_utils import Conv1D
 
 import sparsepretrain as sp
 from sparsepretrain.optim import StepAdamW
@@ -46,8 +46,6 @@ def layer(kind: str, inputs: int, outputs: int) -> nn.Module:
     if kind == "conv2d":
         return nn.Conv2d(inputs, outputs, 3, padding=1)
     if kind == "conv1d":
-        from transformers.pytorch_utils import Conv1D
-
         return Conv1D(outputs, inputs)
     return nn.Linear(inputs, outputs)
 
@@ -59,8 +57,6 @@ def model_of(kind: str, inner: int, seed: int = 0) -> nn.Sequential:
 
 def options(name: str) -> tuple[str, dict[str, Any]]:
     """The method of one of ``VARIANTS`` and its options, as the library takes them."""
-    from omegaconf import OmegaConf
-
     words = [word.removeprefix("sparsity.") for word in VARIANTS[name]]
     given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(words))
     return name.partition(" ")[0], {k: v for k, v in given.items() if k != "targets"}
@@ -72,9 +68,7 @@ def optimizer(method: str, model: nn.Module, fused: bool) -> torch.optim.Optimiz
     return torch.optim.AdamW(model.parameters(), lr=3e-3, fused=fused)
 
 
-def sparse_model(
-    name: str, kind: str, inner: int, seed: int = 0
-) -> tuple[nn.Sequential, sp.Sparsifier]:
+def sparse_model(name: str, kind: str, inner: int, seed: int = 0) -> Any:
     """A whole model, and the method of one of ``VARIANTS`` in it."""
     method, given = options(name)
     model = model_of(kind, inner, seed)
@@ -83,9 +77,7 @@ def sparse_model(
 
 
 @torch.no_grad()
-def misaligned(
-    model: nn.Module, sparsifier: sp.Sparsifier, state: dict[str, Any], *rest: Any
-) -> int:
+def misaligned(model: Any, sparsifier: sp.Sparsifier, state: dict[str, Any], *rest: Any) -> int:
     """Entries whose mask, or operand as FSDP gathers it, is not that of the gathered weights.
 
     Args:
@@ -170,9 +162,8 @@ def train(
                         own = model.get_parameter(key)
                         plain(own).copy_(plain(part_of(value, own)))
             else:
-                options = StateDictOptions(
-                    full_state_dict=True, broadcast_from_rank0=True, strict=False
-                )
+                whole_on_0 = {"full_state_dict": True, "broadcast_from_rank0": True}
+                options = StateDictOptions(**whole_on_0, strict=False)
                 set_model_state_dict(model, {} if rank else weights, options=options)
         steps = optimizer(sparsifier.method.options.name, model, fused)
         sparsifier.attach(steps)

@@ -1,7 +1,5 @@
 """Faults of a rank in the middle of a run: signals, hanging, numbers that are not finite."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import os

@@ -90,10 +90,8 @@ def test_single_precision(tiny, size, names):
 
 def test_averages_clipping_and_masks(tiny):
     words = (*variant("step"), *PROOF, "ema=0.9", "clip=0.05", "log.masks_every=4")
-    options = (
-        *("parallel.reshard_after_forward=true", "parallel.reshard_after_forward=false"),
-        *("parallel.reduce_each=true", "activation_checkpointing=true"),
-    )
+    options = [f"parallel.reshard_after_forward={again}" for again in ("true", "false")]
+    options += ["parallel.reduce_each=true", "activation_checkpointing=true"]
     cases = [Case(option, words, parallel=(*FSDP, option)) for option in options]
     one = alone(tiny, words)
     for many in train_with(tiny, 2, cases).values():

@@ -23,13 +23,10 @@ DDP = ("parallel=ddp", "parallel.nproc=2", "parallel.timeout=20")
 def start(tiny, *words, fault="none:-1:0", launcher=()):
     """The command ``train`` in a process of its own; its plug-in is part of the run."""
     own = tiny.overrides(*variant("sste"), "steps=8", f"plugins=['{FAULT}']", *words)
-    return subprocess.Popen(
-        [sys.executable, *launcher, "-m", "sparsepretrain", "train", *own],
-        env={**os.environ, "FAULT": fault, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, *launcher, "-m", "sparsepretrain", "train", *own]
+    env = {**os.environ, "FAULT": fault, "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=env, **pipes)
 
 
 def end(process):
@@ -43,10 +40,14 @@ def directory(tiny, *words):
     return RunDirectory(tiny.directory(*variant("sste"), "steps=8", plugin, *words))
 
 
-def wait_for_a_checkpoint(process, place):
+def start_until_a_checkpoint(tiny, **options):
+    """The process and the directory of an endless run, once it has saved."""
+    words = ("steps=100000", "eval.every=0")
+    process, place = start(tiny, *DDP, *words, **options), directory(tiny, *words)
     while not any(place.checkpoints.glob("step_*")):
         assert process.poll() is None
         time.sleep(0.1)
+    return process, place
 
 
 @pytest.mark.parametrize(
@@ -97,10 +98,7 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(tiny):
 
 @pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--nproc-per-node=2")])
 def test_a_signal_to_the_launcher_leaves_a_checkpoint_and_a_status(tiny, launcher):
-    words = (*DDP, "steps=100000", "eval.every=0")
-    process = start(tiny, *words, launcher=launcher)
-    place = directory(tiny, "steps=100000", "eval.every=0")
-    wait_for_a_checkpoint(process, place)
+    process, place = start_until_a_checkpoint(tiny, launcher=launcher)
     process.send_signal(signal.SIGTERM)
     code, out, errors = end(process)
     assert "checkpoint saved" in out
@@ -110,10 +108,7 @@ def test_a_signal_to_the_launcher_leaves_a_checkpoint_and_a_status(tiny, launche
 
 
 def test_ranks_save_and_end_with_a_killed_launcher(tiny):
-    words = ("steps=100000", "eval.every=0")
-    process = start(tiny, *DDP, *words)
-    place = directory(tiny, *words)
-    wait_for_a_checkpoint(process, place)
+    process, place = start_until_a_checkpoint(tiny)
     process.kill()
     _, out, _ = end(process)  # the ranks hold the other end of the pipe
     assert "checkpoint saved" in out and place.status() == 143
@@ -124,13 +119,9 @@ def test_ranks_save_and_end_with_a_killed_launcher(tiny):
 )
 def test_two_signals_to_the_launcher(tiny, number, code):
     """The second comes while the processes save: all are gone soon, and the code is documented."""
-    words = ("steps=100000", "eval.every=0")
-    process = start(tiny, *DDP, *words)
-    place = directory(tiny, *words)
-    wait_for_a_checkpoint(process, place)
-    children = subprocess.run(
-        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True
-    ).stdout.split()
+    process, place = start_until_a_checkpoint(tiny)
+    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
+    children = found.stdout.split()
     assert len(children) >= 2
     began = time.monotonic()
     process.send_signal(number)

@@ -1,5 +1,7 @@
 """Kills, signals, hanging processes and bad numbers at named moments of one process, or of all."""
 
+import itertools
+
 import pytest
 from ranks import Case, train_with, variant
 from strikes import MOMENTS, SAVING
@@ -21,15 +23,10 @@ NUMBERS = {"start-up": 1, "micro-batch": 8, "evaluation": 3, "writing a checkpoi
 def struck(tiny, kind, who, moment, index, number=None, **options):
     """A run, sharded or not, of two processes."""
     number = number or NUMBERS.get(moment, 3)
-    own = kind, moment, number
-    return Case(
-        f"{kind} {who} {moment} {number}",
-        WORDS,
-        parallel=(("parallel=fsdp",), ("parallel=ddp",))[index % 2],
-        directory=tiny.root / f"{index}",
-        strikes=dict.fromkeys(WHO[who], own),
-        **options,
-    )
+    options["strikes"] = dict.fromkeys(WHO[who], (kind, moment, number))
+    options["parallel"] = (("parallel=fsdp",), ("parallel=ddp",))[index % 2]
+    name = f"{kind} {who} {moment} {number}"
+    return Case(name, WORDS, directory=tiny.root / f"{index}", **options)
 
 
 def assert_they_go_on(tiny, cases):
@@ -39,11 +36,9 @@ def assert_they_go_on(tiny, cases):
         outcome = tiny.train(*WORDS, f"runs_dir='{case.directory}'")
         assert outcome.code == 0, (case, outcome.output)
         assert_same(one, outcome.directory)
-        checkpoints = saved(outcome.directory / "checkpoints")
-        assert all(Checkpoint(path).problem() is None for path in checkpoints.values())
-        assert {p.name for p in (outcome.directory / "checkpoints").iterdir()} == {
-            path.name for path in checkpoints.values()
-        }
+        checkpoints = set(saved(outcome.directory / "checkpoints").values())
+        assert all(Checkpoint(path).problem() is None for path in checkpoints)
+        assert set((outcome.directory / "checkpoints").iterdir()) == checkpoints
 
 
 @pytest.mark.parametrize("saves", [False, True], ids=["anywhere", "three saves"])
@@ -96,15 +91,13 @@ def test_a_process_that_hangs(tiny, record_property):
 
 def test_a_bad_number_on_one_process_or_all(tiny, record_property):
     """``stop``: all, before the step, with the same error; ``skip``: all skip this step only."""
-    cases = []
-    for index, who in enumerate(("one", "all")):
-        for kind in ("nan loss", "nan gradient"):
-            for guard in ("stop", "skip"):
-                case = struck(tiny, kind, who, "micro-batch", index, fails=guard == "stop")
-                case.name += f" {guard}"
-                case.directory = tiny.root / case.name
-                case.words = (*WORDS, f"guard={guard}")
-                cases.append(case)
+    cases, kinds = [], ("nan loss", "nan gradient")
+    for who, kind, guard in itertools.product(("one", "all"), kinds, ("stop", "skip")):
+        case = struck(tiny, kind, who, "micro-batch", who == "all", fails=guard == "stop")
+        case.name += f" {guard}"
+        case.directory = tiny.root / case.name
+        case.words = (*WORDS, f"guard={guard}")
+        cases.append(case)
     many = train_with(tiny, 2, cases)
     for case in cases:
         lines = [line for line in metrics(many[case.name]) if "split" not in line]

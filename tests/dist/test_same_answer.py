@@ -99,10 +99,8 @@ def test_runs_go_on_with_other_processes(tiny):
     whole = {name: alone(tiny, own) for name, own in words.items()}
     runs = tiny.root / "resumed"
     for index, size in enumerate((2, 4, 2)):
-        steps = 3 * (index + 1)
-        train_with(
-            tiny, size, [Case(*item, stop_after=steps, directory=runs) for item in words.items()]
-        )
+        stop = {"stop_after": 3 * (index + 1), "directory": runs}
+        train_with(tiny, size, [Case(*item, **stop) for item in words.items()])
     tiny.root = tiny.root / "last"
     tiny.root.mkdir()
     shutil.move(runs, tiny.root / "runs")

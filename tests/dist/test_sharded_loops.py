@@ -1,14 +1,11 @@
 """Sharded models give the answer of whole ones in anybody's loop: see docs/many_machines.md."""
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from ranks import VARIANTS
+from ranks import VARIANTS, start_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(1800)]
 
@@ -16,14 +13,8 @@ SHARDS = Path(__file__).with_name("shards.py")
 FP64 = 1e-12
 
 METHODS = [{"name": name} for name in VARIANTS]
-STORAGES = [
-    {"name": name, "kind": kind}
-    for kind, names in {
-        "conv1d": ("sste", "tsrste", "bimask", "slope", "step"),
-        "conv2d": ("sste", "srste", "tsrste", "bimask", "asp"),
-    }.items()
-    for name in names
-]
+KINDS = {"conv1d": "sste tsrste bimask slope step", "conv2d": "sste srste tsrste bimask asp"}
+STORAGES = [{"name": n, "kind": kind} for kind, names in KINDS.items() for n in names.split()]
 WAYS = [
     # 18 rows on each: blocks of four rows lie on two processes
     *({"name": name, "inner": 36} for name in ("sste", "tsrste", "slope", "bimask")),
@@ -53,20 +44,7 @@ def compared(size, cases):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    tests = SHARDS.parent
-    base = os.environ | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    base |= {"WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
-    base["PYTHONPATH"] = f"{tests}:{tests.parent}:{base.get('PYTHONPATH', '')}"
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(SHARDS), json.dumps(cases)],
-            env=base | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
+    started = start_ranks(size, SHARDS, json.dumps(cases), MASTER_PORT=str(port))
     outputs = [process.communicate(timeout=1500) for process in started]
     assert [process.returncode for process in started] == [0] * size, outputs
     return json.loads(outputs[0][0])

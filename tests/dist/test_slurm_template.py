@@ -40,11 +40,8 @@ def test_a_preempted_job_is_requeued(tiny, left, requeued):
         (bin / name).write_text(text)
         (bin / name).chmod(0o755)
     slurm = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "15007"}
-    slurm["SLURM_CPUS_PER_TASK"] = "48"
-    path = f"{bin}:{os.environ['PATH']}"
-    process = subprocess.run(
-        ["bash", str(TEMPLATE), *words], env={**os.environ, **slurm, "PATH": path}, timeout=120
-    )
+    slurm |= {"SLURM_CPUS_PER_TASK": "48", "PATH": f"{bin}:{os.environ['PATH']}"}
+    process = subprocess.run(["bash", str(TEMPLATE), *words], env=os.environ | slurm, timeout=120)
     assert process.returncode == left
     assert ("requeue 15007" in calls.read_text()) == requeued
     (srun,) = [line for line in calls.read_text().splitlines() if line.startswith("cpus=")]

@@ -13,18 +13,11 @@ HEADING = re.compile(r"^#+ (.+)$", re.M)
 LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 
 
-def load_generator():
-    """Import ``scripts/generate_docs.py``, which is not part of the package."""
-    if "generate_docs" not in sys.modules:
-        file = ROOT / "scripts" / "generate_docs.py"
-        spec = importlib.util.spec_from_file_location("generate_docs", file)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["generate_docs"] = module
-        spec.loader.exec_module(module)
-    return sys.modules["generate_docs"]
-
-
-generator = load_generator()
+# scripts/generate_docs.py is not part of the package
+SCRIPT = ROOT / "scripts" / "generate_docs.py"
+spec = importlib.util.spec_from_file_location("generate_docs", SCRIPT)
+generator = sys.modules["generate_docs"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(generator)
 DOCUMENTS = generator.documents()
 
 
@@ -85,12 +78,10 @@ def dead_links(file: Path, text: str) -> list[str]:
     return dead
 
 
-MATH = re.compile(
-    r"^\$\$\n(?P<block>.*?)\n\$\$$|(?<![\w$])\$(?P<inline>[^$\n]+)\$(?![\w$])", re.M | re.S
-)
-FORBIDDEN = (
-    r"\\(operatorname|mbox|phantom|newcommand|def|require|href|style|class|unicode|label|tag)\b"
-)
+BLOCK, INLINE = r"^\$\$\n(?P<block>.*?)\n\$\$$", r"(?<![\w$])\$(?P<inline>[^$\n]+)\$(?![\w$])"
+MATH = re.compile(f"{BLOCK}|{INLINE}", re.M | re.S)
+MACROS = "operatorname|mbox|phantom|newcommand|def|require|href|style|class|unicode|label|tag"
+FORBIDDEN = rf"\\({MACROS})\b"
 
 
 def math_problems(text: str) -> list[str]:

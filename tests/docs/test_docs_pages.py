@@ -14,21 +14,10 @@ from sparsepretrain.reports.results import write_record
 
 METHODS = list(registry.built_in("method"))
 PAGES = ROOT / "docs" / "methods"
-SECTIONS = (
-    "equations",
-    "sources",
-    "options",
-    "where-paper-and-code-differ",
-    "published-settings",
-    "use",
-    "costs",
-    "pitfalls",
-)
-GUIDES = [
-    file
-    for file in DOCUMENTS
-    if file.parent in (ROOT / "docs", PAGES) and file.name not in ("benchmarks.md", "kernels.md")
-]
+SECTIONS = "equations sources options where-paper-and-code-differ published-settings use costs"
+SECTIONS = (*SECTIONS.split(), "pitfalls")
+GUIDES = [file for file in DOCUMENTS if file.parent in (ROOT / "docs", PAGES)]
+GUIDES = [file for file in GUIDES if file.name not in ("benchmarks.md", "kernels.md")]
 each_document = pytest.mark.parametrize("file", DOCUMENTS, ids=lambda f: str(f.relative_to(ROOT)))
 each_method = pytest.mark.parametrize("method", METHODS)
 
@@ -92,11 +81,8 @@ def test_the_papers_of_a_method_can_be_cited(method):
 
 @each_method
 def test_the_readme_lists_a_method_with_its_paper_and_purpose(method):
-    (row,) = re.findall(
-        rf"^\| \[`{method}`\]\(docs/methods/{method}\.md\)(.*)$",
-        (ROOT / "README.md").read_text(encoding="utf-8"),
-        re.M,
-    )
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| \[`{method}`\]\(docs/methods/{method}\.md\)(.*)$", text, re.M)
     assert len(row.split("|")) == 6 and generator.purpose_of_methods()[method] in row
     papers = re.findall(r"arXiv:([\d.]+)", registry.get("method", method).paper)
     assert all(f"https://arxiv.org/abs/{paper}" in row for paper in papers)
@@ -148,9 +134,8 @@ def test_the_index_of_results_counts_what_the_records_say(tmp_path, monkeypatch)
     record = generator.read_record(generator.RECORDS / "claims_batch.json.gz")
     monkeypatch.setattr(generator, "RECORDS", tmp_path / "tables" / "records")
     file = tmp_path / "results.md"
-    assert "Not run yet: `sparsepretrain reproduce claims_batch" in generator.compared(
-        "claims_batch", file
-    )
+    compared = generator.compared("claims_batch", file)
+    assert "Not run yet: `sparsepretrain reproduce claims_batch" in compared
     for cell in record.cells:  # the second claim has too few seeds left
         if cell.seed == 7 and cell.column == "512":
             cell.state, cell.metrics = "failed", {}

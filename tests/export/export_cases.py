@@ -1,7 +1,5 @@
 """Runs on disk that were never trained: a configuration, a checkpoint of perturbed weights."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any
@@ -10,6 +8,7 @@ import torch
 
 from sparsepretrain import config
 from sparsepretrain.config import freeze
+from sparsepretrain.export import export_run
 from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.tasks import build_task
@@ -62,7 +61,5 @@ def write_checkpoint(run: Any, step: int = 3) -> Path:
 
 def export(path: Path, **options: Any) -> tuple[Path, str]:
     """(directory, what was printed)."""
-    from sparsepretrain.export import export_run
-
     out = io.StringIO()
     return export_run(path, console=Console(out), **options), out.getvalue()

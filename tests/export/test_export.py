@@ -1,7 +1,5 @@
 """Exports load in stock classes, prove their weights and compute what evaluation does."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess
@@ -9,14 +7,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from export_cases import export, write_checkpoint, write_run
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from sparsepretrain import cli
 from sparsepretrain.data.encoding import ByteCodec, train_wordpiece
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.export import convert as converting
 from sparsepretrain.runs import weights
+from sparsepretrain.sparsity.methods.sste import SSTE
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import derive
 from sparsepretrain.training.assembly import evaluated_model
@@ -43,16 +45,7 @@ def about(directory: Path) -> dict:
     return json.loads((directory / "sparsity.json").read_text())
 
 
-def greedy(model: torch.nn.Module, tokens: list[int], count: int) -> list[int]:
-    for _ in range(count):
-        logits = model(input_ids=torch.tensor([tokens])).logits
-        tokens = [*tokens, int(logits[0, -1].argmax())]
-    return tokens
-
-
-def test_the_default_run_generates_with_transformers_alone(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
+def test_the_default_run_generates_with_transformers_alone(tmp_path):
     run = write_run(tmp_path, "gpt2")
     directory, told = export(run)
     assert directory == run / "export/hf"
@@ -61,8 +54,11 @@ def test_the_default_run_generates_with_transformers_alone(tmp_path: Path) -> No
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     name, tokens, text = json.loads(done.stdout)
     _, model, _ = evaluated_model(weights.find(run))
+    expected = list(b"def f")
     with torch.no_grad():
-        expected = greedy(model, list(b"def f"), 8)
+        for _ in range(8):
+            logits = model(input_ids=torch.tensor([expected])).logits
+            expected.append(int(logits[0, -1].argmax()))
     assert name == "GPT2LMHeadModel"
     assert tokens == expected[: len(tokens)] and len(tokens) > 5
     assert text == ByteCodec().decode(tokens)
@@ -89,9 +85,7 @@ def test_the_default_run_generates_with_transformers_alone(tmp_path: Path) -> No
         ("resnet", (), "2:4"),
     ],
 )
-def test_exported_families_reload_with_equal_logits(
-    kind: str, overrides: tuple[str, ...], pattern: str | None, tmp_path
-) -> None:
+def test_exported_families_reload_with_equal_logits(kind, overrides, pattern, tmp_path):
     run = write_run(tmp_path, kind, *overrides)
     directory, told = export(run, out=tmp_path / "out")
     assert about(directory)["pattern"] == pattern
@@ -102,38 +96,24 @@ def test_exported_families_reload_with_equal_logits(
     code = card.partition("```python\n")[2].partition("```")[0].replace("DIR", str(directory))
     found: dict = {}
     exec("\n".join(line for line in code.splitlines() if "print" not in line), found)
-    _, model, _ = evaluated_model(weights.find(run))
-    inputs = converting._small_batch(build(run))
-    torch.testing.assert_close(
-        converting.run(found["model"].eval(), inputs), converting.run(model, inputs)
-    )
+    task, model, _ = evaluated_model(weights.find(run))
+    inputs = converting._small_batch(task)
+    logits = converting.run(found["model"].eval(), inputs)
+    torch.testing.assert_close(logits, converting.run(model, inputs))
 
 
-def build(run: Path):
-    return evaluated_model(weights.find(run))[0]
-
-
-def test_timm_reads_the_directory(tmp_path: Path) -> None:
-    import timm
-
+def test_timm_reads_the_directory(tmp_path):
     directory, _ = export(write_run(tmp_path, "vit"))
     model = timm.create_model(f"local-dir:{directory}", pretrained=True)
     weight = model.blocks[0].mlp.fc1.weight
     assert int((weight == 0).sum()) == weight.numel() // 2
 
 
-def test_heads_of_fine_tuned_models(tmp_path: Path) -> None:
+def test_heads_of_fine_tuned_models(tmp_path):
     """On our own backbone, and on a class of transformers that came from an export."""
-    from transformers import AutoTokenizer
-
-    pairs = ("task=glue/mrpc", "data.train=[a.jsonl]", "data.validation=[b.jsonl]")
-    spans = (
-        "task=squad",
-        "task.max_length=64",
-        "task.stride=16",
-        "task.max_question=24",
-        *pairs[1:],
-    )
+    files = ("data.train=[a.jsonl]", "data.validation=[b.jsonl]")
+    pairs, short = ("task=glue/mrpc", *files), ("task.max_length=64", "task.stride=16")
+    spans = ("task=squad", *short, "task.max_question=24", *files)
     where = ("steps=4", "epochs=null", "parallel.device=cpu", f"runs_dir='{tmp_path}'")
     first = export(write_run(tmp_path, "gpt2"))[0]
     bert = write_run(tmp_path, "bert", "sparsity=ste")
@@ -149,17 +129,14 @@ def test_heads_of_fine_tuned_models(tmp_path: Path) -> None:
         assert ids == [97, 98, 0, 99]  # as the task joins two texts of bytes
 
 
-def test_dense_tail_is_reported(tmp_path: Path) -> None:
+def test_dense_tail_is_reported(tmp_path):
     run = write_run(tmp_path, "gpt2", "sparsity=tsrste", "sparsity.dense_tail=0.5")
     directory, told = export(run)
     assert "dense weights since step 2 (dense_tail)" in told
     assert "dense weights since step 2 (dense_tail)" in (directory / "README.md").read_text()
 
 
-def test_adapters_stay_beside_the_sparse_weight(tmp_path: Path) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
+def test_adapters_stay_beside_the_sparse_weight(tmp_path):
     words = ("sparsity=slope", "sparsity.adapters.rank=2", "sparsity.adapters.start=0.5")
     run = write_run(tmp_path, "gpt2", *words)
     directory, told = export(run)
@@ -180,9 +157,7 @@ def test_adapters_stay_beside_the_sparse_weight(tmp_path: Path) -> None:
     torch.testing.assert_close(converting.run(merged, inputs), expected)
 
 
-def test_translation(tmp_path: Path) -> None:
-    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-
+def test_translation(tmp_path):
     run = write_run(tmp_path, "marian", "model.vocab_size=4096")
     words = train_wordpiece(["one two three [SEP] four"] * 3, 64, lowercase=False)
     (run / "tokenizer.json").write_text(words)
@@ -194,20 +169,14 @@ def test_translation(tmp_path: Path) -> None:
     made = model.generate(**inputs, max_length=6)[0].tolist()
     task, ours, _ = evaluated_model(weights.find(run))
     mask = torch.ones_like(inputs.input_ids, dtype=torch.bool)
-    (expected,) = task.recipe.generate(
-        *(ours, inputs.input_ids, mask),
-        end=tokenizer.eos_token_id,
-        length=5,
-        beams=task.options.beam,
-        length_penalty=task.options.length_penalty,
-    )
+    search = {"beams": task.options.beam, "length_penalty": task.options.length_penalty}
+    search |= {"end": tokenizer.eos_token_id, "length": 5}
+    (expected,) = task.recipe.generate(ours, inputs.input_ids, mask, **search)
     assert made[0] == tokenizer.eos_token_id and made[1 : 1 + len(expected)] == expected
 
 
 @pytest.mark.parametrize("kind", ["geglu", "resnet"])
-def test_architectures_without_a_library_class_are_refused(
-    kind: str, tmp_path: Path, capsys
-) -> None:
+def test_architectures_without_a_library_class_are_refused(kind, tmp_path, capsys):
     run = write_run(tmp_path, kind, *["model.stem=cifar"] * (kind == "resnet"))
     assert cli.main(["export", str(run)]) == 2
     told = capsys.readouterr().err.splitlines()
@@ -215,7 +184,7 @@ def test_architectures_without_a_library_class_are_refused(
     assert not (run / "export").exists() or not list((run / "export").iterdir())
 
 
-def test_only_earlier_exports_are_overwritten(tmp_path: Path) -> None:
+def test_only_earlier_exports_are_overwritten(tmp_path):
     run = write_run(tmp_path, "gpt2")
     out = tmp_path / "out"
     out.mkdir()
@@ -232,38 +201,26 @@ def test_only_earlier_exports_are_overwritten(tmp_path: Path) -> None:
         export(out)
 
 
-def test_changed_weights_or_logits_leave_no_export(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_weights_or_logits_leave_no_export(tmp_path, monkeypatch):
     run = write_run(tmp_path, "gpt2")
     original = converting.load
 
-    def broken(change):
-        def load(*args):
+    changes = {"h.0.mlp.c_fc.weight": "h.0.mlp.c_fc changed", "ln_f.weight": "logits .* differ"}
+    for name, message in changes.items():
+
+        def load(*args, name=name):
             model = original(*args)
-            change(model)
+            with torch.no_grad():
+                model.transformer.get_parameter(name).view(-1)[0] += 1
             return model
 
-        return load
-
-    def weight(model):
-        with torch.no_grad():
-            model.transformer.h[0].mlp.c_fc.weight[0, 0] += 1
-
-    def norm(model):
-        with torch.no_grad():
-            model.transformer.ln_f.weight += 0.1
-
-    for change, message in ((weight, "h.0.mlp.c_fc changed"), (norm, "logits .* differ")):
-        monkeypatch.setattr(converting, "load", broken(change))
+        monkeypatch.setattr(converting, "load", load)
         with pytest.raises(CheckpointError, match=message):
             export(run)
     assert list((run / "export").iterdir()) == []
 
 
-def test_weights_that_are_not_sparse_are_refused(tmp_path: Path, monkeypatch) -> None:
-    from sparsepretrain.sparsity.methods.sste import SSTE
-
+def test_weights_that_are_not_sparse_are_refused(tmp_path, monkeypatch):
     run = write_run(tmp_path, "gpt2")
     project = SSTE.project
 

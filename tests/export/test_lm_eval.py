@@ -1,11 +1,10 @@
 """A stage of a table that lm-evaluation-harness measures, on a task of our own: no network."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from export_cases import write_run
@@ -23,10 +22,8 @@ from sparsepretrain.training.assembly import evaluated_model
 
 pytest.importorskip("lm_eval")
 
-QUESTIONS = [
-    {"question": f"def f{i}(x):", "choices": [" return x", " zzzz"], "answer": i % 2}
-    for i in range(4)
-]
+CHOICES = [" return x", " zzzz"]
+QUESTIONS = [{"question": f"def f{i}(x):", "choices": CHOICES, "answer": i % 2} for i in range(4)]
 TASK = """
 task: tiny_choice
 dataset_path: json
@@ -59,7 +56,7 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def expected(run: Path) -> tuple[float, float]:
     """Accuracies by hand, from the model as the method evaluates it."""
     task, model, _ = evaluated_model(weights.find(run))
-    hits = [0, 0]
+    hits = []
     for row in QUESTIONS:
         scores = []
         for choice in row["choices"]:
@@ -70,15 +67,12 @@ def expected(run: Path) -> tuple[float, float]:
             places = range(len(prompt) - 1, len(prompt) + len(text) - 1)
             total = sum(float(chances[i, tokens[0, i + 1]]) for i in places)
             scores.append((total, total / len(choice)))
-        for k in range(2):
-            hits[k] += int(max((0, 1), key=lambda c: scores[c][k]) == row["answer"])
-    return hits[0] / len(QUESTIONS), hits[1] / len(QUESTIONS)
+        hits.append([int(np.argmax(kind) == row["answer"]) for kind in zip(*scores, strict=True)])
+    return tuple(np.mean(hits, axis=0))
 
 
 @pytest.mark.parametrize("method", [pytest.param("sste", marks=pytest.mark.slow), "slope"])
-def test_a_stage_measures_what_the_method_evaluates(
-    method: str, tasks: Path, tmp_path: Path
-) -> None:
+def test_a_stage_measures_what_the_method_evaluates(method, tasks, tmp_path):
     slope = ("sparsity.adapters.rank=2", "sparsity.adapters.start=0.5") * (method == "slope")
     directory = RunDirectory(write_run(tmp_path, "gpt2", f"sparsity={method}", *slope))
     run = validate(directory.config())
@@ -98,7 +92,7 @@ def test_a_stage_measures_what_the_method_evaluates(
     assert directory.evaluation("validation") is None
 
 
-def test_the_lines_for_a_shell_export_and_measure(tmp_path: Path) -> None:
+def test_the_lines_for_a_shell_export_and_measure(tmp_path):
     run = validate(RunDirectory(write_run(tmp_path, "gpt2")).config())
     cell, stage = Cell("row", "", 0, (), run), Stage(name="zero_shot", lm_eval="piqa,race")
     export, measure = commands(Part("t", Table(title="t"), None, [cell]), cell, stage)
@@ -110,10 +104,10 @@ def test_the_lines_for_a_shell_export_and_measure(tmp_path: Path) -> None:
     assert words["--tasks"] == "piqa,race"
 
 
-def test_only_language_models_are_measured(tmp_path: Path) -> None:
+def test_only_language_models_are_measured(tmp_path):
     run = validate(RunDirectory(write_run(tmp_path, "bert")).config())
     stage = Stage(name="zero_shot", lm_eval="piqa")
-    size = Size(stages=[stage])
-    part = Part("t", Table(title="t", scales={"nano": size}), "nano", [Cell("row", "", 0, (), run)])
+    table = Table(title="t", scales={"nano": Size(stages=[stage])})
+    part = Part("t", table, "nano", [Cell("row", "", 0, (), run)])
     with pytest.raises(ConfigError, match="task=causal_lm"):
         check([part], Console(io.StringIO()))

@@ -1,13 +1,13 @@
 """The loader into torch's semi-structured tensors: what it refuses, and that nothing gets lost."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from export_cases import export, write_run
+from torch.sparse import _semi_structured_conversions as conversions
+from transformers import AutoModelForCausalLM
 
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.export import load_semi_structured, semi_structured
@@ -28,16 +28,14 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("vit", (), "no semi-structured loader for models of timm"),
     ],
 )
-def test_unsupported_models_are_refused(
-    kind: str, overrides: tuple[str, ...], message: str, tmp_path: Path
-) -> None:
+def test_unsupported_models_are_refused(kind, overrides, message, tmp_path):
     run = write_run(tmp_path, kind, *overrides)
     with pytest.raises(ConfigError, match=message):
         export(run, form="semi_structured")
     assert not (run / "export").exists()
 
 
-def test_loader_errors_name_the_reason(exported: Path, tmp_path: Path) -> None:
+def test_loader_errors_name_the_reason(exported, tmp_path):
     assert exported.name == "semi_structured"
     assert "load_semi_structured" in (exported / "README.md").read_text()
     with pytest.raises(ConfigError, match="need a CUDA device, got device='cpu'"):
@@ -54,11 +52,8 @@ def test_loader_errors_name_the_reason(exported: Path, tmp_path: Path) -> None:
         load_semi_structured(tmp_path)
 
 
-def test_compression_is_lossless(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compression_is_lossless(exported, monkeypatch):
     """With torch's own conversion on the CPU, in place of the tensors that a GPU multiplies."""
-    from torch.sparse import _semi_structured_conversions as conversions
-    from transformers import AutoModelForCausalLM
-
     seen = []
 
     def there_and_back(weight: torch.Tensor) -> torch.Tensor:

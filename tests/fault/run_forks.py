@@ -11,10 +11,9 @@ at the k-th of threads that are called so, or null: no signal.
 The result: {"code": exit code or -signal, "out": stdout and stderr}.
 """
 
-from __future__ import annotations
-
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -67,8 +66,6 @@ def child(argv: list[str], log: int, at: dict[str, Any]) -> None:
 
 def kill_at(call: int, thread: str) -> None:
     """SIGKILL this process before the ``call``-th operation of ``thread`` that changes a file."""
-    import shutil
-
     count = 0
 
     def wrap(function: Any) -> Any:

@@ -1,7 +1,5 @@
 """Real processes that are killed, interrupted and preempted go on as if nothing had happened."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -21,13 +19,10 @@ class Forks:
     """Talks to run_forks.py."""
 
     def __init__(self, cache: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("run_forks.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "SPARSEPRETRAIN_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"},
-        )
+        command = [sys.executable, str(Path(__file__).with_name("run_forks.py"))]
+        env = {**os.environ, "SPARSEPRETRAIN_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, env=env, **pipes)
 
     def run(self, tiny, *overrides, at=None, **job):
         assert self.process.stdin and self.process.stdout
@@ -56,17 +51,14 @@ def uninterrupted_run(forks, tmp_path_factory, small_corpus):
     return finish(forks, tiny, *LONG)
 
 
-def uninterrupted(forks, tiny, *overrides):
-    plain = "runs_dir=" + str(tiny.root / "plain")
-    done = forks.run(tiny, *overrides, plain)
-    assert done["code"] == 0, done
-    return tiny.directory(*overrides, plain)
-
-
 def finish(forks, tiny, *overrides):
     done = forks.run(tiny, *overrides)
     assert done["code"] == 0, done
     return tiny.directory(*overrides)
+
+
+def uninterrupted(forks, tiny, *overrides):
+    return finish(forks, tiny, *overrides, "runs_dir=" + str(tiny.root / "plain"))
 
 
 # one method is enough for every change: make test-fault kills runs of each
@@ -190,10 +182,9 @@ def test_signals_at_any_time(forks, tiny, number, code, record_property):
 def test_interrupted_twice(forks, tiny, background, uninterrupted_run):
     """R15: the second SIGINT ends the process at once, and nothing is lost."""
     words = (*LONG, f"checkpoint.background={background}")
+    twice = {"signals": [signal.SIGINT, signal.SIGINT], "gap": 0.002}
     for line in (3, 8, 15, 20, 25):
-        result = forks.run(
-            tiny, *words, at={"line": line}, signals=[signal.SIGINT, signal.SIGINT], gap=0.002
-        )
+        result = forks.run(tiny, *words, at={"line": line}, **twice)
         assert result["code"] == 130, result
         assert "Traceback" not in result["out"]
     assert_same_run(uninterrupted_run, finish(forks, tiny, *words))
@@ -240,15 +231,11 @@ def test_time_from_a_kill_to_the_next_step(tiny, record_property):
 def test_signal_to_the_command(tiny, number):
     """The installed command, from its start on; importing torch included."""
     command = [sys.executable, "-m", "sparsepretrain", "train", *tiny.overrides("steps=100000")]
+    # a shell lets its background jobs ignore SIGINT, and children inherit this
+    options = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), "text": True}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     for seconds in (1.5, 3.0, 8.0):
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            # a shell lets its background jobs ignore SIGINT, and children inherit this
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
+        process = subprocess.Popen(command, **options)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(timeout=seconds)
         process.send_signal(number)

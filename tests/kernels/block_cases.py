@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from same_bits import LAYOUTS, assert_same
+from same_bits import DEVICE, LAYOUTS, assert_same, lay_out
 
 from sparsepretrain import kernels
 from sparsepretrain.kernels.dispatch import find
@@ -78,10 +78,8 @@ def many_blocks(**strategies):
 
 
 layouts = st.sampled_from(LAYOUTS)
-axes = st.sampled_from(AXES)
-patterns = st.sampled_from(PATTERNS)
-per_row = st.sampled_from([1, 3, 5, 13])
-"""Groups in a row: with BLOCKS a power of two, sizes that do not fill a kernel's block."""
+# groups in a row: with BLOCKS a power of two, sizes that do not fill a kernel's block
+places = st.tuples(st.sampled_from(AXES), st.sampled_from([1, 3, 5, 13]), layouts)
 
 
 def generator(seed):
@@ -100,8 +98,8 @@ def nasty_blocks(seed, dtype, m=4, *, count=BLOCKS, finite=False):
     eps, tiny = info.eps, info.smallest_normal
     special = [0.0, -0.0, tiny * eps, -3 * tiny * eps, tiny, -tiny * (1 - eps), 1.0, -1.0]
     special += [1 + eps, -(1 + eps), 1 - eps / 2, 0.1, info.max, -info.max]
-    special = torch.tensor(special + ([] if finite else [torch.inf, -torch.inf, torch.nan]))
-    special = special.double().to(dtype) if dtype != torch.float64 else _special64(finite)
+    special += [] if finite else [torch.inf, -torch.inf, torch.nan]
+    special = torch.tensor(special, dtype=torch.float64).to(dtype)
 
     def pick(values):
         return values[torch.randint(len(values), shape, generator=g)]
@@ -118,16 +116,7 @@ def nasty_blocks(seed, dtype, m=4, *, count=BLOCKS, finite=False):
             (1 + eps * torch.randint(-2, 3, shape, generator=g)).double().to(dtype),
         ]
     )
-    x = kinds[torch.randint(len(kinds), (count,), generator=g), torch.arange(count)]
-    return x
-
-
-def _special64(finite):
-    info = torch.finfo(torch.float64)
-    tiny, eps = info.smallest_normal, info.eps
-    values = [0.0, -0.0, tiny * eps, -tiny, 1.0, -1.0, 1 + eps, 1 - eps / 2, info.max, -info.max]
-    values += [] if finite else [torch.inf, -torch.inf, torch.nan]
-    return torch.tensor(values, dtype=torch.float64)
+    return kinds[torch.randint(len(kinds), (count,), generator=g), torch.arange(count)]
 
 
 def random_bits(shape, dtype, g, *, finite=False):
@@ -139,27 +128,19 @@ def random_bits(shape, dtype, g, *, finite=False):
     return torch.where(x.isfinite(), x, 1.5) if finite else torch.where(x.isnan(), torch.nan, x)
 
 
-def place(blocks, axis="last", per_row=1):
-    """(x, dim): the blocks as groups along ``dim`` of a contiguous tensor, ``per_row`` in a row."""
+def place(blocks, where):
+    """(x, dim): the blocks as groups along ``dim`` of a tensor on the device; ``where``: places."""
+    axis, per_row, layout = where
     m = blocks.shape[1]
     rows = len(blocks) // (3 * per_row) * 3
-    x = blocks[: rows * per_row].reshape(rows, per_row * m)
-    if axis == "last":
-        return x, -1
+    x, dim = blocks[: rows * per_row].reshape(rows, per_row * m), -1
     if axis == "first":
-        return x.t().contiguous(), 0
-    return x.view(3, rows // 3, per_row * m).movedim(-1, 1).contiguous(), 1
+        x, dim = x.t().contiguous(), 0
+    elif axis == "middle":
+        x, dim = x.view(3, rows // 3, per_row * m).movedim(-1, 1).contiguous(), 1
+    return lay_out(x.to(DEVICE), layout), dim
 
 
 def blocks_of(x, dim, m):
     """(blocks, m): inverse of :func:`place`, for any strides."""
     return x.cpu().movedim(dim, -1).reshape(-1, m)
-
-
-def assert_equals_reference(name, got, *args, **options):
-    """Another backend gives the bits of the reference on the CPU; nothing to say of itself."""
-    if BACKEND != "triton":
-        return
-    args = [a.cpu() if isinstance(a, torch.Tensor) else a for a in args]
-    options = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-    assert_same(got, getattr(kernels, name)(*args, **options, backend="reference"))

@@ -19,7 +19,7 @@ def wide_rows(blocks):
     return (blocks if blocks.dtype == torch.float64 else blocks.float()).numpy()
 
 
-def mask_oracle(blocks, n, ties="high"):
+def mask(blocks, n, ties="high"):
     """Exactly n of each row: sort by (NaN, |x|, index), NaN above infinity."""
     mask = torch.zeros(blocks.shape, dtype=torch.bool)
     m, sign = blocks.shape[1], 1 if ties == "high" else -1
@@ -31,7 +31,7 @@ def mask_oracle(blocks, n, ties="high"):
     return mask
 
 
-def soft_oracle(blocks, n, gamma=0.0):
+def soft_threshold(blocks, n, gamma=0.0):
     """sign(x)·(|x| - t) where |x| > t, else +0.0; t from the largest dropped and smallest kept."""
     rows = wide_rows(blocks)
     m, single = rows.shape[1], rows.dtype.type
@@ -69,7 +69,7 @@ def transposable_patterns():
     return sorted(found, key=bits, reverse=True)
 
 
-def transposable_oracle(blocks):
+def transposable_mask(blocks):
     """(count, 4, 4) -> masks: the largest sum of magnitudes, the first pattern of equals.
 
     Sums are fp32 in the order pairs, rows of a half, halves. NaN counts as infinite, infinities as
@@ -88,7 +88,7 @@ def transposable_oracle(blocks):
     return masks[torch.from_numpy(best)]
 
 
-def decay_oracle(grad, weight, mask, decay):
+def masked_decay(grad, weight, mask, decay):
     """Grad + decay·weight where the mask is 0, formed in fp32 (fp64 for fp64), rounded once."""
     wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
     g, w = grad.to(wide).numpy(), weight.to(wide).numpy()
@@ -112,7 +112,7 @@ def fp8_values(format):
     return values[: values.index(largest) + 1]
 
 
-def fp8_oracle(x, format):
+def quantize_fp8(x, format):
     """(codes, scale) of a finite tensor: x·scale clamped, then rounded to nearest, ties to even."""
     values = fp8_values(format)
     flat = x.float().flatten().numpy()
@@ -133,13 +133,13 @@ def fp8_oracle(x, format):
     return torch.tensor(codes, dtype=torch.uint8).view(x.shape), torch.tensor(scale)
 
 
-def pack_oracle(mask):
+def pack(mask):
     """Bit k % 8 of byte k // 8 is element k in row-major order."""
     bits = mask.flatten().tolist()
     return [sum(bit << i for i, bit in enumerate(bits[k : k + 8])) for k in range(0, len(bits), 8)]
 
 
-def mvue_oracle(row, uniforms, estimator, tiny):
+def mvue(row, uniforms, estimator, tiny):
     """(estimate, whether every draw is clear of the ends of its interval) of a finite group, fp64.
 
     A group with at most two non-zeros is returned as it is, and so is what remains of one in which

@@ -1,11 +1,12 @@
 """Every kernel against a plain-Python oracle on more than ten thousand nasty blocks per dtype."""
 
+import block_oracles as oracles
 import pytest
 import torch
 from block_cases import (
+    BACKEND,
     BLOCKS,
-    assert_equals_reference,
-    axes,
+    PATTERNS,
     blocks_of,
     every_dtype,
     generator,
@@ -13,58 +14,36 @@ from block_cases import (
     layouts,
     many_blocks,
     nasty_blocks,
-    patterns,
-    per_row,
     place,
-)
-from block_oracles import (
-    decay_oracle,
-    fp8_oracle,
-    mask_oracle,
-    mvue_oracle,
-    pack_oracle,
-    soft_oracle,
-    transposable_oracle,
+    places,
 )
 from hypothesis import strategies as st
 from same_bits import DEVICE, assert_same, lay_out
 
-FOURS = [(2, 4), (1, 4), (3, 4), (2, 8), (4, 8), (1, 16)]
-LIMITS = st.sampled_from([0.0, 1e-45, 1e-38, 1e-6, 1.0, 20.0])
+from sparsepretrain import kernels
+
+fours = st.sampled_from([(2, 4), (1, 4), (3, 4), (2, 8), (4, 8), (1, 16)])
+limits = st.sampled_from([0.0, 1e-45, 1e-38, 1e-6, 1.0, 20.0])
 
 
 @every_dtype
-@many_blocks(
-    pattern=patterns,
-    axis=axes,
-    layout=layouts,
-    width=per_row,
-    ties=st.sampled_from(["high", "low"]),
-)
-def test_nm_mask(dtype, seed, pattern, axis, layout, width, ties):
+@many_blocks(pattern=st.sampled_from(PATTERNS), where=places, ties=st.sampled_from(["high", "low"]))
+def test_nm_mask(dtype, seed, pattern, where, ties):
     n, m = pattern
-    x, dim = place(nasty_blocks(seed, dtype, m), axis, width)
-    x = lay_out(x.to(DEVICE), layout)
+    x, dim = place(nasty_blocks(seed, dtype, m), where)
     blocks = blocks_of(x, dim, m)
     mask = kernel("nm_mask")(x, n, m, dim=dim, ties=ties)
-    assert_same(blocks_of(mask, dim, m), mask_oracle(blocks, n, ties), blocks)
+    assert_same(blocks_of(mask, dim, m), oracles.mask(blocks, n, ties), blocks)
 
 
 @every_dtype
-@many_blocks(
-    pattern=st.sampled_from(FOURS),
-    axis=axes,
-    layout=layouts,
-    width=per_row,
-    gamma=st.sampled_from([0.0, 0.2, 0.5, 1.0]),
-)
-def test_soft_threshold(dtype, seed, pattern, axis, layout, width, gamma):
+@many_blocks(pattern=fours, where=places, gamma=st.sampled_from([0.0, 0.2, 0.5, 1.0]))
+def test_soft_threshold(dtype, seed, pattern, where, gamma):
     n, m = pattern
-    x, dim = place(nasty_blocks(seed, dtype, m), axis, width)
-    x = lay_out(x.to(DEVICE), layout)
+    x, dim = place(nasty_blocks(seed, dtype, m), where)
     blocks = blocks_of(x, dim, m)
     y = kernel("soft_threshold")(x, n, m, gamma=gamma, dim=dim)
-    assert_same(blocks_of(y, dim, m), soft_oracle(blocks, n, gamma), blocks)
+    assert_same(blocks_of(y, dim, m), oracles.soft_threshold(blocks, n, gamma), blocks)
 
 
 @every_dtype
@@ -79,21 +58,20 @@ def test_transposable_mask(dtype, seed, layout, columns):
         return t.cpu().reshape(rows, 4, columns, 4).transpose(1, 2).reshape(-1, 4, 4)
 
     mask = kernel("transposable_mask")(x)
-    assert_same(blocks(mask), transposable_oracle(blocks(x)), blocks(x))
+    assert_same(blocks(mask), oracles.transposable_mask(blocks(x)), blocks(x))
 
 
 @every_dtype
-@many_blocks(pattern=st.sampled_from(FOURS), axis=axes, layout=layouts, width=per_row)
-def test_prune_gradient(dtype, seed, pattern, axis, layout, width):
+@many_blocks(pattern=fours, where=places)
+def test_prune_gradient(dtype, seed, pattern, where):
     n, m = pattern
-    x, dim = place(nasty_blocks(seed, dtype, m), axis, width)
-    x = lay_out(x.to(DEVICE), layout)
+    x, dim = place(nasty_blocks(seed, dtype, m), where)
     blocks = blocks_of(x, dim, m)
     y = kernel("prune_gradient")(x, n, m, dim=dim)
-    kept = mask_oracle(blocks, n, "low")
+    kept = oracles.mask(blocks, n, "low")
     assert_same(blocks_of(y, dim, m), torch.where(kept, blocks, 0.0), blocks)
     draws = torch.randint(2**24, x.shape, generator=generator(seed)).to(DEVICE) * 2.0**-24
-    kept = mask_oracle(blocks_of(draws, dim, m), n)
+    kept = oracles.mask(blocks_of(draws, dim, m), n)
     for rescale in (False, True):
         options = {"variant": "random", "uniforms": draws, "rescale": rescale, "dim": dim}
         y = kernel("prune_gradient")(x, n, m, **options)
@@ -104,15 +82,15 @@ def test_prune_gradient(dtype, seed, pattern, axis, layout, width):
 
 @every_dtype
 @pytest.mark.parametrize("scope", ["channel", "group", "tensor"])
-@many_blocks(pattern=st.sampled_from(FOURS), axis=axes, layout=layouts, width=per_row)
-def test_prune_gradient_restores_the_norm(dtype, scope, seed, pattern, axis, layout, width):
+@many_blocks(pattern=fours, where=places)
+def test_prune_gradient_restores_the_norm(dtype, scope, seed, pattern, where):
     """Sums depend on their order: the restored norm is compared, the selection exactly."""
     n, m = pattern
-    x, dim = place(nasty_blocks(seed, dtype, m, finite=True), axis, width)
-    x = lay_out(x.clamp(-100, 100).to(DEVICE), layout)  # 16-bit results must not overflow
+    # 16-bit results must not overflow
+    x, dim = place(nasty_blocks(seed, dtype, m, finite=True).clamp(-100, 100), where)
     y = kernel("prune_gradient")(x, n, m, variant="rescaled", scope=scope, dim=dim)
     blocks = blocks_of(x, dim, m)
-    kept = torch.where(mask_oracle(blocks, n, "low"), blocks, 0.0)
+    kept = torch.where(oracles.mask(blocks, n, "low"), blocks, 0.0)
     got = blocks_of(y, dim, m)
     assert not got[kept == 0].any() and (got.signbit() == kept.signbit())[got != 0].all()
     x, y, dim = x.cpu().double(), y.cpu().double(), dim % x.dim()
@@ -133,20 +111,16 @@ def test_prune_gradient_restores_the_norm(dtype, scope, seed, pattern, axis, lay
 
 
 @every_dtype
-@many_blocks(
-    layout=layouts,
-    axis=axes,
-    width=per_row,
-    decay=st.sampled_from([6e-5, 0.25, -0.5, 0.0]),
-    as_tensor=st.booleans(),
-)
-def test_masked_decay(dtype, seed, layout, axis, width, decay, as_tensor):
-    grad, dim = place(nasty_blocks(seed, dtype), axis, width)
-    grad = lay_out(grad.to(DEVICE), "contiguous" if layout == "expanded" else layout)
+@many_blocks(where=places, decay=st.sampled_from([6e-5, 0.25, -0.5, 0.0]), as_tensor=st.booleans())
+def test_masked_decay(dtype, seed, where, decay, as_tensor):
+    *here, layout = where
+    grad, dim = place(
+        nasty_blocks(seed, dtype), (*here, "contiguous" if layout == "expanded" else layout)
+    )
     master = torch.promote_types(dtype, torch.float32)
-    weight = lay_out(place(nasty_blocks(seed + 1, master), axis, width)[0].to(DEVICE), layout)
+    weight, _ = place(nasty_blocks(seed + 1, master), where)
     mask = kernel("nm_mask")(weight, dim=dim)
-    want = decay_oracle(grad.cpu(), weight.cpu(), mask.cpu(), decay)
+    want = oracles.masked_decay(grad.cpu(), weight.cpu(), mask.cpu(), decay)
     before = grad.cpu().clone()
     factor = torch.tensor(decay, dtype=torch.float64, device=DEVICE) if as_tensor else decay
     assert kernel("masked_decay_")(grad, weight, mask, factor) is grad
@@ -164,7 +138,7 @@ def test_packing_and_flips(seed, layout, shape):
     masks = [(torch.rand(count, generator=g) < p).view(shape) for p in (0.5, 0.9)]
     a, b = (lay_out(mask.to(DEVICE), layout) for mask in masks)
     code = kernel("pack_24")(a)
-    assert code.dtype == torch.uint8 and code.tolist() == pack_oracle(a.cpu())
+    assert code.dtype == torch.uint8 and code.tolist() == oracles.pack(a.cpu())
     assert_same(kernel("unpack_24")(code, a.shape), a)
     flips = sum(p != q for p, q in zip(a.flatten().tolist(), b.flatten().tolist(), strict=True))
     for one, other in ((a, b), (a.float(), b.to(torch.uint8))):
@@ -175,13 +149,12 @@ def test_packing_and_flips(seed, layout, shape):
 
 @every_dtype
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
-@many_blocks(layout=layouts, axis=axes, width=per_row, limit=LIMITS)
-def test_quantize_fp8(dtype, format, seed, layout, axis, width, limit):
+@many_blocks(where=places, limit=limits)
+def test_quantize_fp8(dtype, format, seed, where, limit):
     # one tensor holds a limited range, or all but its largest entries would become zero
-    x = nasty_blocks(seed, dtype, finite=True).clamp(-limit, limit)
-    x = lay_out(place(x, axis, width)[0].to(DEVICE), layout)
+    x, _ = place(nasty_blocks(seed, dtype, finite=True).clamp(-limit, limit), where)
     q, scale = kernel("quantize_fp8")(x, format)
-    codes, expected = fp8_oracle(x.cpu(), format)
+    codes, expected = oracles.quantize_fp8(x.cpu(), format)
     assert_same(scale, expected)
     assert_same(q.view(torch.uint8), codes, x)
     back = kernel("dequantize_fp8")(q, scale).cpu()
@@ -203,18 +176,18 @@ def test_quantize_fp8_propagates_non_finite_values(dtype, format, seed, size):
 
 @every_dtype
 @pytest.mark.parametrize("estimator", ["approximate", "exact"])
-@many_blocks(axis=axes, layout=layouts, width=per_row, grid=st.booleans())
-def test_mvue(dtype, estimator, seed, axis, layout, width, grid):
-    x, dim = place(nasty_blocks(seed, dtype), axis, width)
-    x = lay_out(x.to(DEVICE), layout)
+@many_blocks(where=places, grid=st.booleans())
+def test_mvue(dtype, estimator, seed, where, grid):
+    x, dim = place(nasty_blocks(seed, dtype), where)
     blocks = blocks_of(x, dim, 4)
     draws = 2 if estimator == "approximate" else 1
     shape = (*x.movedim(dim, -1).shape[:-1], x.shape[dim] // 4, draws)
     u = torch.randint(2**24, shape, generator=generator(seed)) * 2.0**-24
     u = (u * 8).floor() / 8 if grid else u  # eighths hit the ends of intervals
-    options = {"dim": dim, "estimator": estimator, "uniforms": u.to(DEVICE)}
-    y = kernel("mvue")(x, **options)
-    assert_equals_reference("mvue", y, x, **options)
+    options = {"dim": dim, "estimator": estimator}
+    y = kernel("mvue")(x, **options, uniforms=u.to(DEVICE))
+    if BACKEND == "triton":
+        assert_same(y, kernels.mvue(x.cpu(), **options, uniforms=u, backend="reference"))
     got, info = blocks_of(y, dim, 4), torch.finfo(dtype)
     finite = blocks.isfinite().all(1)
     assert torch.equal(got.isfinite().all(1), finite), "finite stays finite, the rest is visible"
@@ -226,7 +199,7 @@ def test_mvue(dtype, estimator, seed, axis, layout, width, grid):
     assert torch.equal(found[few].double(), rows[few])
     pairs = zip(rows.tolist(), numbers.tolist(), strict=True)
     tiny = torch.finfo(torch.promote_types(dtype, torch.float32)).tiny
-    law = [mvue_oracle(row, numbers, estimator, tiny) for row, numbers in pairs]
+    law = [oracles.mvue(row, numbers, estimator, tiny) for row, numbers in pairs]
     want = torch.tensor([estimate for estimate, _ in law], dtype=torch.float64)
     want = want.clamp(-info.max, info.max)
     sure = torch.tensor([clear for _, clear in law])

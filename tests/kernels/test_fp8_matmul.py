@@ -10,7 +10,7 @@ from sparsepretrain.kernels import fp8
 from sparsepretrain.kernels.cusparselt import packed24 as library
 
 FORMATS = ("e4m3", "e5m2")
-CUDA = torch.device("cuda", 0)
+no_fp8_products = fp8.no_fp8_products.__wrapped__  # without its cache
 
 
 def quantized(*shape, seed=0, format="e4m3"):
@@ -66,20 +66,16 @@ def device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch, "Generator", lambda device: generator())
     monkeypatch.setattr(torch, "randn", lambda size, generator, device: randn(size))
-    fp8.no_fp8_products.cache_clear()
-    yield CUDA
-    fp8.no_fp8_products.cache_clear()
+    return torch.device("cuda", 0)
 
 
 def test_device_needs_cuda_and_fp8_tensor_cores(device, monkeypatch):
-    assert fp8.no_fp8_products(device) == ""
-    assert "on cpu" in fp8.no_fp8_products(torch.device("cpu"))
-    fp8.no_fp8_products.cache_clear()
+    assert no_fp8_products(device) == ""
+    assert "on cpu" in no_fp8_products(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    assert "compute capability 8.6" in fp8.no_fp8_products(device)
-    fp8.no_fp8_products.cache_clear()
+    assert "compute capability 8.6" in no_fp8_products(device)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "no CUDA device" in fp8.no_fp8_products(device)
+    assert "no CUDA device" in no_fp8_products(device)
 
 
 @pytest.mark.parametrize(
@@ -95,15 +91,13 @@ def test_device_with_wrong_or_failing_fp8_matmuls_is_refused(device, fault, told
             raise RuntimeError(str(error)) from error
 
     monkeypatch.setattr(torch, "_scaled_mm", faulty)
-    assert told in fp8.no_fp8_products(device)
+    assert told in no_fp8_products(device)
 
 
 def test_packed_fp8_products_are_tested_in_their_own_layouts(device, monkeypatch):
     tested = []
     monkeypatch.setattr(library, "fastest", tested.append)
-    library.unsupported.cache_clear()
-    assert library.unsupported(device, fp8=True) is None
-    library.unsupported.cache_clear()
+    assert library.unsupported.__wrapped__(device, fp8=True) is None
     assert {(p.dtype, p.out_dtype) for p in tested} == {(torch.float8_e4m3fn, torch.float32)}
     assert all(p.transpose_dense and not p.bias for p in tested)
     assert {p.transpose_result for p in tested} == {False, True}

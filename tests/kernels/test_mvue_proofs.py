@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 from block_cases import every_dtype, generator, kernel
+from golden_vectors import load
 from same_bits import DEVICE
 
 from sparsepretrain import kernels
@@ -93,6 +94,16 @@ def exact_inclusion(a):
     return (a / share).clamp(max=1)
 
 
+def test_exact_inclusion_equals_golden():
+    """The published optimum, which the tests of the law rest on."""
+    g = load("mvue_exact")
+    x = g["x"].double()
+    p = torch.where((x != 0).sum(1, keepdim=True) <= 2, (x != 0).double(), exact_inclusion(x.abs()))
+    torch.testing.assert_close(p.float(), g["p_opt"], rtol=1e-5, atol=1e-6)
+    variance = torch.where(x == 0, 0, x**2 * (1 / p - 1)).sum(1)
+    torch.testing.assert_close(variance.float(), g["var_opt"], rtol=1e-4, atol=1e-6)
+
+
 def test_exact_law_is_unbiased_on_every_interval():
     """Between two fractional parts of C_i the selection is constant and as systematic sampling."""
     x = groups()
@@ -117,32 +128,6 @@ def test_exact_law_is_unbiased_on_every_interval():
     assert clear.float().mean() > 0.9
     assert ((mean - x).abs() <= 1e-12 * scale)[clear].all()
     assert ((mass - p).abs() <= 1e-12)[clear].all()
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_pair_frequencies_equal_their_probabilities(estimator):
-    """120,000 keyed draws of one group in fp32: the six pairs against their probabilities."""
-    n, x = 120_000, torch.tensor([0.3, -1.0, 0.7, 1.2])
-    y = mvue(x[:, None].expand(4, n), dim=0, estimator=estimator, key=8)
-    kept = (y != 0).double()
-    a = x.double().abs()
-    if estimator == "approximate":
-        joint = torch.zeros(4, 4, dtype=torch.float64)
-        for i, j in PAIRS:
-            joint[i, j] += a[i] / a.sum() * a[j] / (a.sum() - a[i])
-        expected = joint + joint.t()
-    else:  # intervals of u: C = 0.1875, 0.8125, 1.25, 2
-        expected = torch.zeros(4, 4, dtype=torch.float64)
-        ends = (0, 0.1875, 0.25, 0.8125, 1)
-        for (i, j), low, high in zip(
-            ((0, 2), (1, 2), (1, 3), (2, 3)), ends, ends[1:], strict=False
-        ):
-            expected[i, j] = expected[j, i] = high - low
-    found = kept @ kept.t() / n
-    off = ~torch.eye(4, dtype=torch.bool)
-    spread = (expected * (1 - expected) / n).sqrt()
-    assert ((found - expected).abs() <= 5 * spread)[off].all()
-    assert found[off].sum() == 2, "two of four, always"
 
 
 @every_dtype

@@ -58,10 +58,9 @@ def test_shapes_that_the_library_packs_differently_are_refused():
 
 
 @pytest.mark.parametrize("dtype", [HALF, BRAIN, BYTE])
-@pytest.mark.parametrize("shape", [(64, 128), (128, 256), (192, 1024)])
-def test_packed_shapes_equal_those_of_fake_tensors_and_torch(shape, dtype):
+@pytest.mark.parametrize(("m", "k"), [(64, 128), (128, 256), (192, 1024)])
+def test_packed_shapes_equal_those_of_fake_tensors_and_torch(m, k, dtype):
     """Compiled graphs rely on them; torch has a rule for its product, none for its packing."""
-    m, k = shape
     x = sparse(m, k, dtype)
     packed = kernels.compress_24(x)
     with FakeTensorMode() as mode:
@@ -118,10 +117,7 @@ PACKED = kernels.compress_24(sparse(64, 96))
         (lambda: kernels.matmul_24(PACKED, DENSE.t().contiguous().t()), "dense must be contiguous"),
         (lambda: kernels.matmul_24(PACKED, draw(96, 48)[:, ::2]), "dense must be contiguous"),
         (lambda: kernels.matmul_24(PACKED, draw(96, 20)), r"8 × 8, got \(96, 20\)"),
-        (
-            lambda: kernels.matmul_24(PACKED, DENSE.half()),
-            "packed is .*bfloat16, dense is .*float16",
-        ),
+        (lambda: kernels.matmul_24(PACKED, DENSE.half()), "is .*bfloat16, dense is .*float16"),
         (lambda: kernels.matmul_24(PACKED, draw(64, 24)), "no packed matrix with 64 columns"),
         (lambda: kernels.matmul_24(PACKED[:, :18], DENSE), "no packed matrix with 96 columns"),
         (lambda: kernels.matmul_24(PACKED, DENSE, draw(24)), r"bias must be \(64,\)"),
@@ -192,6 +188,15 @@ class Library:
         return result
 
 
+@pytest.fixture
+def hopper(monkeypatch):
+    """A GPU of compute capability 9.0 that captures no graph."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    return torch.device("cuda", 0)
+
+
 def problem(**changes):
     base = library.Problem(torch.device("cpu"), BRAIN, BRAIN, 64, 24, 96, True, True, True)
     return base._replace(**changes)
@@ -230,42 +235,38 @@ def test_shape_without_a_correct_algorithm_is_an_error(monkeypatch):
         library.fastest(problem())
 
 
-def test_device_is_supported_if_its_matmuls_are_correct(monkeypatch):
-    cuda = torch.device("cuda", 0)
-    Library(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "no CUDA device" in library.unsupported(cuda)
-    library.unsupported.cache_clear()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert "on cpu" in library.unsupported(torch.device("cpu"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "7.5 has no sparse tensor cores" in library.unsupported(cuda)
-    library.unsupported.cache_clear()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+def test_device_is_supported_if_its_matmuls_are_correct(monkeypatch, hopper):
     tested = []
     monkeypatch.setattr(library, "fastest", tested.append)
-    assert library.unsupported(cuda) is None
+    assert library.unsupported.__wrapped__(hopper) is None
     assert {p.dtype for p in tested} == {HALF, BRAIN} and len(tested) == 6
-    library.unsupported.cache_clear()
-    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: False)
-    assert "no cuSPARSELt" in library.unsupported(cuda)
-    library.unsupported.cache_clear()
 
 
-def test_the_version_is_readable(monkeypatch):
-    for number, text in ((801, "0.8.1"), (None, "none")):
-        monkeypatch.setattr(torch.backends.cusparselt, "version", lambda number=number: number)
-        assert library.version() == text
+@pytest.mark.parametrize(
+    ("module", "name", "value", "words"),
+    [
+        (torch.cuda, "is_available", lambda: False, "no CUDA device"),
+        (torch.cuda, "get_device_capability", lambda device: (7, 5), "7.5 has no sparse tensor"),
+        (torch.backends.cusparselt, "is_available", lambda: False, "no cuSPARSELt"),
+    ],
+)
+def test_device_without_sparse_matmuls_is_refused(module, name, value, words, monkeypatch, hopper):
+    assert "on cpu" in library.unsupported.__wrapped__(torch.device("cpu"))
+    monkeypatch.setattr(module, name, value)
+    assert words in library.unsupported.__wrapped__(hopper)
+
+
+@pytest.mark.parametrize(("number", "text"), [(801, "0.8.1"), (None, "none")])
+def test_the_version_is_readable(number, text, monkeypatch):
+    monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: number)
+    assert library.version() == text
 
 
 def test_algorithms_are_tried_by_number_where_the_search_refuses(monkeypatch):
     fake = Library(monkeypatch)
 
     def refuse(*_):
-        raise RuntimeError(
-            "CUDA error: operation not supported when calling cusparseLtMatmulSearch"
-        )
+        raise RuntimeError("CUDA error: operation not supported when calling ...MatmulSearch")
 
     monkeypatch.setattr(torch._C._cusparselt, "mm_search", refuse)
     assert library.fastest(problem()) == (5, 1, -1)
@@ -276,26 +277,22 @@ def fail(*_, **__):
     raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
 
-@pytest.mark.parametrize("where", ["multiply", "search", "medians"])
-def test_error_that_breaks_the_device_is_raised(where, monkeypatch):
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(torch, "_cslt_sparse_mm"), (torch._C._cusparselt, "mm_search"), (library, "medians")],
+    ids=["multiply", "search", "medians"],
+)
+def test_error_that_breaks_the_device_is_raised(owner, name, monkeypatch, hopper):
     Library(monkeypatch)
     monkeypatch.setattr(torch.cuda, "synchronize", fail)  # as every call from now on
-    owner, name = {
-        "multiply": (torch, "_cslt_sparse_mm"),
-        "search": (torch._C._cusparselt, "mm_search"),
-        "medians": (library, "medians"),
-    }[where]
     monkeypatch.setattr(owner, name, fail)
-    with pytest.raises(torch.AcceleratorError):
-        library.fastest(problem())
-    # nor is it a device without sparse products
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     small = problem()
+    with pytest.raises(torch.AcceleratorError):
+        library.fastest(small)
+    # nor is it a device without sparse matmuls
     monkeypatch.setattr(library, "Problem", lambda *_: small)
     with pytest.raises(torch.AcceleratorError):
-        library.unsupported(torch.device("cuda", 0))
+        library.unsupported(hopper)
 
 
 def test_algorithm_whose_error_leaves_the_device_usable_is_skipped(monkeypatch):
@@ -332,10 +329,10 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("transpose_result", [False, True])
 def test_references_have_at_most_2048_columns(transpose_result, monkeypatch):
     fake = Library(monkeypatch)
+    large = problem(n=5000, transpose_result=transpose_result)
     with Largest() as largest:
-        best = library.fastest(problem(n=5000, transpose_result=transpose_result))
+        assert library.fastest(large) == (5, 2, 1)
     assert largest.entries <= 96 * 2048
-    assert best == (5, 2, 1)
     # a tile of eight columns that is wrong is found wherever it is
     multiply = fake.multiply
 
@@ -348,13 +345,11 @@ def test_references_have_at_most_2048_columns(transpose_result, monkeypatch):
 
     monkeypatch.setattr(torch, "_cslt_sparse_mm", wrong)
     library.fastest.cache_clear()
-    best = library.fastest(problem(n=5000, transpose_result=transpose_result))
-    assert best == (1, 1, -1)
+    assert library.fastest(large) == (1, 1, -1)
 
 
-def test_algorithms_are_not_tested_during_graph_capture(monkeypatch):
+def test_algorithms_are_not_tested_during_graph_capture(monkeypatch, hopper):
     Library(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="before a CUDA graph"):
         library.fastest(problem())

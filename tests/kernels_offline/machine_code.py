@@ -17,7 +17,6 @@ import tempfile
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -32,19 +31,16 @@ from sparsepretrain.kernels import triton as kernels
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class Launch(NamedTuple):
     """One kernel launch as the launcher asked for it."""
 
     kernel: Any
-    grid: tuple[int, ...]
     args: tuple[Any, ...]
     keywords: dict[str, Any]
     """Constants by the names of parameters, and compiler options: warps, fusion."""
 
     @property
     def name(self) -> str:
-        """Module and name of the kernel."""
         return kernel_name(self.kernel)
 
 
@@ -71,7 +67,7 @@ def recording() -> Iterator[list[Launch]]:
     launches: list[Launch] = []
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
-        launches.append(Launch(kernel=kernel, grid=grid, args=args, keywords=keywords))
+        launches.append(Launch(kernel, args, keywords))
 
     # The variable makes dispatch accept CPU tensors; kernels were defined before, so that nothing
     # is interpreted.
@@ -93,8 +89,7 @@ def source_of(launch: Launch, target: GPUTarget) -> tuple[ASTSource, dict[str, A
 def compile_launch(launch: Launch, capability: int) -> Usage:
     """Compile for ``capability`` (80, 90, 100) and read the resource usage.
 
-    Raises:
-        TritonError: the architecture cannot run the kernel (fp8 e4m3 before sm_89).
+    TritonError: the architecture cannot run the kernel (fp8 e4m3 before sm_89).
     """
     target = GPUTarget("cuda", capability, 32)
     source, options = source_of(launch, target)

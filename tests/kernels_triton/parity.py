@@ -1,7 +1,7 @@
 """Inputs of the tests of the Triton kernels: any shape, with sums that stay finite."""
 
 import torch
-from same_bits import DEVICE, LAYOUTS, lay_out
+from same_bits import DEVICE
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -20,8 +20,3 @@ def nasty(shape, seed, *, special=True):
         for i, value in enumerate((float("inf"), -float("inf"), float("nan"))):
             x[rare == i] = value
     return x.to(DEVICE)
-
-
-def layouts(x):
-    """``x`` in every layout."""
-    return [lay_out(x, name) for name in LAYOUTS]

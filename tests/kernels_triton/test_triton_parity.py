@@ -6,14 +6,15 @@ Values and patterns are tested block by block in tests/kernels/test_block_proper
 
 import pytest
 import torch
-from parity import DTYPES, layouts, nasty
-from same_bits import DEVICE, assert_same
+from parity import DTYPES, nasty
+from same_bits import DEVICE, LAYOUTS, assert_same, lay_out
 
 from sparsepretrain import kernels
 
 SHAPE = (12, 96)
 SCALE = torch.tensor(1.37, device=DEVICE)
-INTO_BF16 = {"scale": SCALE, "dtype": torch.bfloat16}
+SCALED = {"scale": SCALE, "dtype": torch.bfloat16}
+ACROSS = SCALED | {"dim": 0, "gamma": 1.0}
 MASK = nasty(SHAPE, 1) > 0
 WEIGHT = nasty(SHAPE, 2)
 
@@ -37,10 +38,8 @@ OPERATIONS = {
     "nm_prune 2:4 across": lambda x, b: kernels.nm_prune(x, dim=0, ties="low", backend=b),
     "nm_prune 2:8": lambda x, b: kernels.nm_prune(x, 2, 8, ties="low", backend=b),
     "nm_mask 16:32": lambda x, b: kernels.nm_mask(x, 16, 32, backend=b),
-    "soft_threshold": lambda x, b: kernels.soft_threshold(x, gamma=0.3, **INTO_BF16, backend=b),
-    "soft_threshold 2:6": lambda x, b: kernels.soft_threshold(
-        x, 2, 6, dim=0, gamma=1.0, **INTO_BF16, backend=b
-    ),
+    "soft_threshold": lambda x, b: kernels.soft_threshold(x, gamma=0.3, **SCALED, backend=b),
+    "soft_threshold 2:6": lambda x, b: kernels.soft_threshold(x, 2, 6, **ACROSS, backend=b),
     # Triton's interpreter before 3.8 returns NaN for tl.minimum(x, NaN); machine code returns x
     "transposable_mask": lambda x, b: kernels.transposable_mask(x.nan_to_num(), backend=b),
     "mvue": lambda x, b: kernels.mvue(x, dim=0, key=9, backend=b),
@@ -59,8 +58,9 @@ OPERATIONS = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_layout_equals_the_reference(name, dtype):
-    for view in layouts(nasty(SHAPE, 3).to(dtype)):
-        both = [OPERATIONS[name](view, backend) for backend in ("triton", "reference")]
+    for layout in LAYOUTS:
+        x = lay_out(nasty(SHAPE, 3).to(dtype), layout)
+        both = [OPERATIONS[name](x, backend) for backend in ("triton", "reference")]
         pairs = zip(*both, strict=True) if isinstance(both[0], tuple) else [both]
         for got, wanted in pairs:
             assert_same(got, wanted)

@@ -86,9 +86,8 @@ def test_attention_sees_both_sides_but_no_padding(family):
 def test_bert_is_transformers_bert(tmp_path):
     model, x = build("bert"), tokens()
     model.save_pretrained(tmp_path)
-    theirs, report = modeling_bert.BertForMaskedLM.from_pretrained(
-        tmp_path, output_loading_info=True, attn_implementation="eager"
-    )
+    options = {"output_loading_info": True, "attn_implementation": "eager"}
+    theirs, report = modeling_bert.BertForMaskedLM.from_pretrained(tmp_path, **options)
     assert not any(report.values()) and theirs.config.architectures == ["BertForMaskedLM"]
     assert theirs.config.hidden_act == "gelu"
     torch.testing.assert_close(model(x).logits, theirs.eval()(x).logits, rtol=1e-4, atol=1e-4)
@@ -103,13 +102,9 @@ def plain_gated_bert(state, x, heads, layers):
         h = centered / (centered.square().mean(-1, keepdim=True) + 1e-12).sqrt()
         return h * state[f"{name}.weight"] + state[f"{name}.bias"]
 
-    length = x.shape[1]
-    width = state["encoder.norm.weight"].numel()
-    pe = torch.zeros(length, width)
-    for t in range(length):
-        for i in range(0, width, 2):
-            pe[t, i] = math.sin(t / 10000 ** (i / width))
-            pe[t, i + 1] = math.cos(t / 10000 ** (i / width))
+    length, width = x.shape[1], state["encoder.norm.weight"].numel()
+    angles = torch.arange(length)[:, None] / 10000 ** (torch.arange(0, width, 2) / width)
+    pe = torch.stack([angles.sin(), angles.cos()], -1).flatten(1)
     h = state["encoder.embedding.tokens.weight"][x] + state["encoder.embedding.scale"] * pe
     h = norm(h, "encoder.embedding.norm")
     for layer in range(layers):
@@ -132,11 +127,8 @@ def plain_gated_bert(state, x, heads, layers):
 
 def test_gated_bert_equals_a_reference_implementation():
     model, x = build("bert_geglu"), tokens()
-    ours, plain = (
-        model.decoder(model.encoder(x)),
-        plain_gated_bert(model.state_dict(), x, heads=2, layers=2),
-    )
-    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    plain = plain_gated_bert(model.state_dict(), x, heads=2, layers=2)
+    torch.testing.assert_close(model.decoder(model.encoder(x)), plain, rtol=1e-4, atol=1e-4)
     assert model.decoder.weight is model.encoder.embedding.tokens.weight
     assert not any("bias" in k for k in model.state_dict() if "norm" not in k)
     assert "sinusoids" not in str(list(model.state_dict()))
@@ -145,9 +137,8 @@ def test_gated_bert_equals_a_reference_implementation():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_initial_weights_have_the_stated_deviation(family):
     torch.manual_seed(1)
-    model = registry.get("model", family).build(
-        options(family, vocab_size=1000, n_embd=64, n_inner=256)
-    )
+    sizes = options(family, vocab_size=1000, n_embd=64, n_inner=256)
+    model = registry.get("model", family).build(sizes)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
             error = 5 * 0.02 / math.sqrt(2 * parameter.numel())
@@ -168,14 +159,9 @@ def test_gated_bert_drops_out_in_training_only():
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [
-        ("bert", {"n_head": 3}),
-        ("bert", {"ffn_factor": 0.33}),
-        ("bert", {"ffn_factor": 0.0}),
-        ("bert_geglu", {"n_inner": 25}),
-        ("bert_geglu", {"n_embd": 15, "n_head": 3}),
-    ],
-)
+    [("bert", {"n_head": 3}), ("bert", {"ffn_factor": 0.33}), ("bert", {"ffn_factor": 0.0}),
+     ("bert_geglu", {"n_inner": 25}), ("bert_geglu", {"n_embd": 15, "n_head": 3})],
+)  # fmt: skip
 def test_bad_options_are_refused(family, changes):
     assert not list(options(family).problems())
     assert [k for k, _ in options(family, **changes).problems()] == [next(iter(changes))]

@@ -21,16 +21,10 @@ from sparsepretrain.training.plan import dry_run
 META = torch.device("meta")
 # as timm and the papers state them
 SIZES = {
-    "deit_tiny": 5_717_416,
-    "deit_small": 22_050_664,
-    "deit_base": 86_567_656,
-    "resnet18": 11_689_512,
-    "resnet50": 25_557_032,
-    "regnetx_400mf": 5_157_512,
-    "resnet18_cifar": 11_173_962,
-    "vit_nano": 205_002,
-    "resnet_nano": 318_186,
-}
+    "deit_tiny": 5_717_416, "deit_small": 22_050_664, "deit_base": 86_567_656,
+    "resnet18": 11_689_512, "resnet50": 25_557_032, "regnetx_400mf": 5_157_512,
+    "resnet18_cifar": 11_173_962, "vit_nano": 205_002, "resnet_nano": 318_186,
+}  # fmt: skip
 SPARSE = {
     "deit_small": 12 * 2 * 4 * 384**2,
     "resnet50": 25_557_032 - 2_049_000 - 64 * 3 * 49 - 53_120,

@@ -17,6 +17,7 @@ MUON = ["optim=muon", "optim.lr=2e-3"]
 
 class Net(nn.Module):
     def __init__(self):
+        torch.manual_seed(0)
         super().__init__()
         self.embedding = nn.Embedding(12, 16)
         self.blocks = nn.ModuleList(
@@ -49,15 +50,28 @@ def orthogonalized(matrix, steps=5):
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
-def muon_adamw(net, lr=0.02, **muon):
+def split(net):
+    """Matrices of the blocks, and the other parameters."""
     matrices = block_matrices(net)
+    return [[p for p in net.parameters() if (p in matrices) == kind] for kind in (True, False)]
+
+
+def muon_adamw(net, lr=0.02, **muon):
+    matrices, others = split(net)
     groups = [
-        {"params": [p for p in net.parameters() if p in matrices], "weight_decay": 0.1},
-        {"params": [p for p in net.parameters() if p not in matrices], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": 0.1, "matrices": True},
+        {"params": others, "weight_decay": 0.0},
     ]
-    groups[0]["matrices"] = True
     muon = {"lr": lr, "adjust_lr_fn": "match_rms_adamw"} | muon
     return MuonAdamW(groups, muon, {"lr": lr / 4, "betas": (0.9, 0.95), "eps": 1e-8})
+
+
+def train(net, optimizers, first, last):
+    for step in range(first, last):
+        loss_of(net, step).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def test_matrices_are_the_linear_layers_of_blocks():
@@ -74,7 +88,6 @@ def test_matrices_are_the_linear_layers_of_blocks():
 )  # fmt: skip
 def test_steps_follow_the_published_formula(nesterov, adjust, factor):
     """To fp64 rounding, given the iterations in bf16."""
-    torch.manual_seed(0)
     net = Net().double()
     optimizer = muon_adamw(net, nesterov=nesterov, adjust_lr_fn=adjust)
     momentum = {p: torch.zeros_like(p) for p in block_matrices(net)}
@@ -96,10 +109,9 @@ def test_steps_follow_the_published_formula(nesterov, adjust, factor):
 
 
 def test_other_tensors_are_those_of_adamw_at_their_own_rate():
-    torch.manual_seed(0)
     net = Net()
     optimizer = muon_adamw(net)
-    others = [p for p in net.parameters() if p not in block_matrices(net)]
+    _, others = split(net)
     copies = [p.detach().clone().requires_grad_() for p in others]
     adamw = torch.optim.AdamW(copies, lr=0.005, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(3):
@@ -115,34 +127,19 @@ def test_other_tensors_are_those_of_adamw_at_their_own_rate():
 
 
 def test_a_loaded_state_continues_to_the_same_bits():
-    torch.manual_seed(0)
-    net = Net()
+    net, straight = Net(), Net()
     optimizer = muon_adamw(net)
-    for step in range(6):
-        if step == 3:
-            net, state = copy.deepcopy(net), copy.deepcopy(optimizer.state_dict())
-            whole = [p.detach().clone() for p in net.parameters()]
-            optimizer = muon_adamw(net)
-            optimizer.load_state_dict(state)
-            assert_equal_bits(whole, [p.detach() for p in net.parameters()])
-        optimizer.zero_grad()
-        loss_of(net, step).backward()
-        optimizer.step()
-    torch.manual_seed(0)
-    other = Net()
-    straight = muon_adamw(other)
-    for step in range(6):
-        straight.zero_grad()
-        loss_of(other, step).backward()
-        straight.step()
-    assert_equal_bits(
-        [p.detach() for p in net.parameters()], [p.detach() for p in other.parameters()]
-    )
+    train(net, [optimizer], 0, 3)
+    resumed = copy.deepcopy(net)
+    other = muon_adamw(resumed)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(resumed, [other], 3, 6)
+    train(straight, [muon_adamw(straight)], 0, 6)
+    assert_equal_bits(resumed.state_dict(), straight.state_dict())
 
 
 def test_masked_decay_enters_the_momentum():
     """SR-STE under Muon: the buffer holds the gradient with the decay of pruned weights."""
-    torch.manual_seed(0)
     net = Net()
     plain = copy.deepcopy(net)
     sparsifier = sp.sparsify(net, "srste", targets=["*.0"], decay=0.5)
@@ -161,7 +158,6 @@ def test_masked_decay_enters_the_momentum():
 
 def test_decoupled_decay_changes_the_weight_after_the_update():
     def after_a_step(method, **options):
-        torch.manual_seed(0)
         net = Net()
         sparsifier = sp.sparsify(net, method, targets=["*.0"], **options)
         optimizer = muon_adamw(net)
@@ -177,42 +173,27 @@ def test_decoupled_decay_changes_the_weight_after_the_update():
 
 
 def test_two_optimizers_of_a_loop_are_attached_together(recwarn):
-    def train(together):
-        torch.manual_seed(0)
+    found = []
+    for together in (True, False):
         net = Net()
         sparsifier = sp.sparsify(net, "srste", targets=["blocks.*"], decay=0.1)
-        matrices = block_matrices(net)
-        if together:
-            optimizers = [muon_adamw(net)]
-        else:
-            others = [p for p in net.parameters() if p not in matrices]
-            optimizers = [
-                torch.optim.AdamW(others, lr=0.005, betas=(0.9, 0.95), weight_decay=0.0),
-                torch.optim.Muon(
-                    [p for p in net.parameters() if p in matrices],
-                    lr=0.02,
-                    weight_decay=0.1,
-                    adjust_lr_fn="match_rms_adamw",
-                ),
-            ]
+        matrices, others = split(net)
+        muon = {"lr": 0.02, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+        adamw = {"lr": 0.005, "betas": (0.9, 0.95), "weight_decay": 0.0}
+        apart = [torch.optim.AdamW(others, **adamw), torch.optim.Muon(matrices, **muon)]
+        optimizers = [muon_adamw(net)] if together else apart
         sparsifier.attach(*optimizers)
-        for step in range(4):
-            loss_of(net, step).backward()
-            for one in optimizers:
-                one.step()
-                one.zero_grad()
+        train(net, optimizers, 0, 4)
         assert sparsifier.completed_steps == 4
-        return [p.detach() for p in net.parameters()]
-
-    assert_equal_bits(train(together=True), train(together=False))
+        found.append([p.detach() for p in net.parameters()])
+    assert_equal_bits(*found)
     assert not recwarn.list
 
 
 def test_sparse_weights_in_two_optimizers_are_refused():
     net = Net()
     sparsifier = sp.sparsify(net, "ste", targets=["*"])
-    matrices = [p for p in net.parameters() if p in block_matrices(net)]
-    others = [p for p in net.parameters() if p not in block_matrices(net)]
+    matrices, others = split(net)
     with pytest.raises(ConfigError, match="one optimizer"):
         sparsifier.attach(torch.optim.Muon(matrices), torch.optim.AdamW(others))
 

@@ -17,12 +17,8 @@ GOLDEN = dict(np.load(Path(__file__).parents[1] / "golden" / "step_optimizer.npz
 CASES = [k.removesuffix("_hp") for k in GOLDEN if k.endswith("_hp")]
 
 
-def number(value):
-    return float(np.format_float_positional(value, unique=True))
-
-
 def make(case):
-    hp = [number(v) for v in GOLDEN[f"{case}_hp"]]
+    hp = [float(np.format_float_positional(v, unique=True)) for v in GOLDEN[f"{case}_hp"]]
     lr, beta1, beta2, eps, decay, low, high, option, window, _, amsgrad = hp
     w = torch.tensor(GOLDEN["W0"]).requires_grad_()
     b = torch.tensor(GOLDEN["b0"]).requires_grad_()

@@ -174,6 +174,8 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         with _Mode():
             return _body(func)(*args, **kwargs)
     RECORD.operators[name] += 1
+    later = kwargs.get("non_blocking", name == "copy_" and len(args) > 2 and args[2])
+    unwaited = ", not waited for" if later else ""
     if name in WAITS:
         _wait(WAITS[name])
     if name in INDEXED:
@@ -183,18 +185,14 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         if any(not isinstance(i, Pretended) for i in indices):
             _wait("copy of an index to the device")
     elif name == "copy_" and not isinstance(args[1], Pretended):
-        later = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-        _wait("pageable copy to the device" + (", not waited for" if later else ""))
+        _wait(f"pageable copy to the device{unwaited}")
     elif name == "copy_" and away:
-        if not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)):
+        if not later:
             _wait("copy_ to the host")
-    elif name == "_to_copy" and getattr(args[0], "pinned", False) and kwargs.get("non_blocking"):
-        pass
     elif name == "_to_copy" and away:
-        source = args[0]
-        later = bool(kwargs.get("non_blocking", False))
-        gaps = "" if source.is_contiguous() else " with gaps"
-        _wait(f"pageable copy{gaps} to the device" + (", not waited for" if later else ""))
+        if not (later and getattr(args[0], "pinned", False)):
+            gaps = "" if args[0].is_contiguous() else " with gaps"
+            _wait(f"pageable copy{gaps} to the device{unwaited}")
     elif here and any(x.dim() for x in away):
         _mixup(str(func))
     plain_args, plain_kwargs = tree_map(_raw, args), tree_map(_raw, kwargs)

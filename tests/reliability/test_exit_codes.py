@@ -1,6 +1,7 @@
 """Every row of the table of exit codes in docs/troubleshooting.md, executed."""
 
 import fcntl
+import functools
 import re
 import signal
 from pathlib import Path
@@ -43,10 +44,6 @@ def damaged(tiny, run, steps=(6,), **_):
     return run()
 
 
-def all_damaged(tiny, run, **_):
-    return damaged(tiny, run, (4, 6))
-
-
 def tracker(tiny, run, **_):
     directory = tiny.directory("tracker.mode=offline")
     directory.mkdir(parents=True)
@@ -65,15 +62,9 @@ def plugin(tiny, run, tmp_path, **_):
         "        sys.exit('no')\n"
     )
     (tmp_path / "my" / "sparsity").mkdir(parents=True)
-    text = (Path(__file__).parents[2] / "configs" / "sparsity" / "ste.yaml").read_text()
-    (tmp_path / "my" / "sparsity" / "mine.yaml").write_text(text.replace("name: ste", "name: mine"))
-    return run(
-        f"plugins=[{tmp_path / 'mine.py'}]", "sparsity=mine", "--config-dir", f"{tmp_path / 'my'}"
-    )
-
-
-def typo(tiny, run, **_):
-    return run("stesp=3")
+    (tmp_path / "my" / "sparsity" / "mine.yaml").write_text("name: mine\n")
+    words = (f"plugins=[{tmp_path / 'mine.py'}]", "--config-dir", f"{tmp_path / 'my'}")
+    return run("sparsity=mine", *words)
 
 
 def claimed(tiny, run, **_):
@@ -82,10 +73,6 @@ def claimed(tiny, run, **_):
     with open(directory / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return run()
-
-
-def no_data(tiny, run, tmp_path, **_):
-    return run(f"data.files=['{tmp_path}/nothing/*.txt']")
 
 
 def other_data(tiny, run, stop_after, tmp_path, **_):
@@ -106,34 +93,26 @@ def disk_full(tiny, run, monkeypatch, **_):
     return run()
 
 
-def diverged(tiny, run, **_):
-    return run("optim=sgd", "optim.lr=1e30", "schedule=constant", "schedule.warmup=0", "clip=null")
-
-
-def interrupted(tiny, run, stop_after, **_):
-    stop_after(3, signal.SIGINT)
+def stopped(number, *, tiny, run, stop_after, **_):
+    stop_after(3, number)
     return run()
 
 
-def preempted(tiny, run, stop_after, **_):
-    stop_after(3)
-    return run()
-
-
+DIVERGES = ("optim=sgd", "optim.lr=1e30", "schedule=constant", "schedule.warmup=0", "clip=null")
 CASES = {
     (0, "is finished"): finished,
     (0, "trying the one before it"): damaged,
     (0, "metrics.jsonl stays complete"): tracker,
     (1, "ended the command"): plugin,
-    (2, "did you mean"): typo,
+    (2, "did you mean"): lambda run, **_: run("stesp=3"),
     (2, "another process is training"): claimed,
-    (3, "data error"): no_data,
+    (3, "data error"): lambda run, **_: run("data.files=[/nothing/*.txt]"),
     (4, "trained on other data"): other_data,
-    (4, "is whole"): all_damaged,
+    (4, "is whole"): functools.partial(damaged, steps=(4, 6)),
     (4, "disk full"): disk_full,
-    (5, "nothing was updated"): diverged,
-    (130, "stopped by a signal"): interrupted,
-    (143, "stopped by a signal"): preempted,
+    (5, "nothing was updated"): lambda run, **_: run(*DIVERGES),
+    (130, "stopped by a signal"): functools.partial(stopped, signal.SIGINT),
+    (143, "stopped by a signal"): functools.partial(stopped, signal.SIGTERM),
 }
 
 

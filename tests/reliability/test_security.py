@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from plugin_files import forget
 
 from sparsepretrain import registry
 from sparsepretrain.cli import main
+from sparsepretrain.config import load
 from sparsepretrain.errors import ConfigError, SparsePretrainError
 
 SECRETS = {
@@ -28,30 +30,24 @@ SECRETS = {
 }
 
 
-def files_with(root: Path, words: dict[str, str]) -> list[tuple[str, str]]:
+def files_with(root: Path) -> list[tuple[str, str]]:
     """(file, name) of every planted value below ``root``, as text, hexadecimal or Base64."""
     found = []
     for file in (f for f in root.rglob("*") if f.is_file()):
         data = file.read_bytes()
-        for name, value in words.items():
+        for name, value in SECRETS.items():
             raw = value.encode()
             if any(form in data for form in (raw, raw.hex().encode(), base64.b64encode(raw))):
                 found.append((str(file.relative_to(root)), name))
     return found
 
 
-@pytest.fixture
-def planted(monkeypatch):
+def test_no_secret_reaches_a_run_its_trackers_or_its_page(tiny, capfd, monkeypatch):
+    """W&B offline and TensorBoard on, a failure, a report with its page."""
+    pytest.importorskip("wandb").teardown()
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    return SECRETS
-
-
-def test_no_secret_reaches_a_run_its_trackers_or_its_page(tiny, planted, capfd, monkeypatch):
-    """W&B offline and TensorBoard on, a failure, a report with its page, an export."""
-    pytest.importorskip("wandb").teardown()
     monkeypatch.setenv("HOME", str(tiny.root / "home"))
-    monkeypatch.chdir(tiny.root)
     words = tiny.overrides("tracker.mode=offline", "tracker.tensorboard=true", "steps=2")
     assert main(["train", *words]) == 0
     assert main(["train", *words, "name=failing", "optim=sgd", "optim.lr=1e30", "steps=6"]) == 5
@@ -63,16 +59,16 @@ def test_no_secret_reaches_a_run_its_trackers_or_its_page(tiny, planted, capfd, 
     assert any(name.endswith(".html") for name in names)
     assert any(name.endswith(".wandb") for name in names)
     assert any(name.startswith("events.out.tfevents") for name in names)
-    assert files_with(tiny.root, planted) == []
+    assert files_with(tiny.root) == []
     out = "".join(capfd.readouterr())
-    assert not [name for name, value in planted.items() if value in out]
+    assert not [name for name, value in SECRETS.items() if value in out]
 
 
-def test_a_planted_secret_would_be_found(tmp_path, planted):
+def test_a_planted_secret_would_be_found(tmp_path):
     """Negative control of the search."""
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "a.bin").write_bytes(b"\0" + SECRETS["HF_TOKEN"].encode() + b"\0")
-    assert files_with(tmp_path, planted) == [("x/a.bin", "HF_TOKEN")]
+    assert files_with(tmp_path) == [("x/a.bin", "HF_TOKEN")]
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", "/tmp/x", "''", "'a\tb'", ".hidden"])
@@ -95,8 +91,6 @@ def test_yaml_tags_make_no_objects(tmp_path):
     file.parent.mkdir()
     made = tmp_path / "made"
     file.write_text(f"# @package _global_\nname: !!python/object/apply:os.mkdir ['{made}']\n")
-    from sparsepretrain.config import load
-
     with pytest.raises(ConfigError):
         load(["experiment=tag"], [tmp_path])
     assert not made.exists()
@@ -115,8 +109,6 @@ class Payload:
         self.path = path
 
     def __reduce__(self):
-        import os
-
         return os.mkdir, (str(self.path),)
 
 
@@ -165,9 +157,8 @@ def tampered(tiny, tmp_path):
     plugin.write_text(f"open({str(mark)!r}, 'w').close()\n")
     (path,) = (directory / "checkpoints").iterdir()
     for file in (directory / "config.yaml", path / "config.yaml"):
-        file.write_text(
-            yaml.safe_dump(yaml.safe_load(file.read_text()) | {"plugins": [str(plugin)]})
-        )
+        config = yaml.safe_load(file.read_text())
+        file.write_text(yaml.safe_dump(config | {"plugins": [str(plugin)]}))
     seal(path, "config.yaml")
     registry.named_plugins.clear()
     yield directory, mark, plugin

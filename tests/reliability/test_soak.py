@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 from tiny_runs import final_state, metrics
 
+from sparsepretrain.config import freeze
+from sparsepretrain.tracking.console import Console
+from sparsepretrain.training.trainer import train
+
 STEPS = int(os.environ.get("SPARSEPRETRAIN_TEST_SOAK_STEPS", 20_000))
 PARTS = 11
 """Of a run that is resumed ten times."""
@@ -23,10 +27,6 @@ def resident() -> float:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_twenty_thousand_steps_and_ten_resumes(tiny, record_property):
-    from sparsepretrain.config import freeze
-    from sparsepretrain.tracking.console import Console
-    from sparsepretrain.training.trainer import train
-
     run = tiny.load(
         f"steps={STEPS}", "checkpoint.every=250", "eval.every=500", "log.every=10",
         "log.layers_every=0", "model.dropout=0.1",

@@ -70,11 +70,8 @@ def test_several_runs_share_the_figures_of_the_paper(tmp_path):
     figure = probes.figure_2(groups)
     first = figure.axes[0].collections[0].get_offsets()
     assert np.allclose(first, np.transpose([1 / np.array(STEPS), 0.5 / np.array(STEPS)]))
-    assert [axes.get_title() for axes in figure.axes[:3]] == [
-        "sste\nε = 1",
-        "ste\nε = 1",
-        "share of steps below\nε = 1",
-    ]
+    titles = [axes.get_title() for axes in figure.axes[:3]]
+    assert titles == [f"{what}\nε = 1" for what in ("sste", "ste", "share of steps below")]
 
 
 def test_runs_without_probes_have_no_such_figures(tmp_path):

@@ -72,29 +72,19 @@ def test_too_few_rows_are_not_fitted():
 def test_the_page_shows_measured_and_fitted_losses():
     table = load_table("match")
     shapes = {
-        "dense": (1000, 1.0, 0.0),
-        "SR-STE": (600, 1.0, 0.4),
-        "SR-STE, 1:4": (400, 1.0, 0.6),
+        "dense": (1000, 1.0, 0.0), "SR-STE": (600, 1.0, 0.4), "SR-STE, 1:4": (400, 1.0, 0.6),
         "dense, parameters of SR-STE": (600, 1.0, 0.0),
         "dense, parameters of SR-STE, 1:4": (400, 1.0, 0.0),
-        "dense, FLOPs of SR-STE": (1000, 0.9, 0.0),
-        "dense, FLOPs of S-STE": (1000, 0.8, 0.0),
-        "dense, half the tokens": (1000, 0.5, 0.0),
-        "SR-STE, half the tokens": (600, 0.5, 0.4),
-    }
-    cells = [
-        CellResult(
-            row=row,
-            seed=seed,
-            state="finished",
-            tokens=100 * d,
-            entries=round(n / (1 - s)),
-            nonzero=n,
-            metrics={"loss": law(s, n / 1000, d, TRUE) + 0.1 * (2 * seed - 1)},
-        )
-        for row, (n, d, s) in shapes.items()
-        for seed in (0, 1)
-    ]
+        "dense, FLOPs of SR-STE": (1000, 0.9, 0.0), "dense, FLOPs of S-STE": (1000, 0.8, 0.0),
+        "dense, half the tokens": (1000, 0.5, 0.0), "SR-STE, half the tokens": (600, 0.5, 0.4),
+    }  # fmt: skip
+    cells = []
+    for row, (n, d, s) in shapes.items():
+        cost = {"tokens": 100 * d, "entries": round(n / (1 - s)), "nonzero": n}
+        for seed in (0, 1):
+            metrics = {"loss": law(s, n / 1000, d, TRUE) + 0.1 * (2 * seed - 1)}
+            about = {"row": row, "seed": seed, "state": "finished"}
+            cells.append(CellResult(**about, **cost, metrics=metrics))
     results = TableResults(name="match", scale="nano", cells=cells)
     lines = scaling.section(results, table)
     assert any(line.startswith("| b_N | 0.25 | ±") for line in lines)

@@ -11,6 +11,8 @@ from sparsepretrain.reports.results import CellResult, TableResults, chosen, mea
 from sparsepretrain.reports.table import judged, render
 
 SEEDS = range(101, 109)
+LOSS = {"label": "validation loss", "key": "loss", "better": "lower"}
+RATES, PAIR = ["optim.lr=1,2,3"], ["ste", "dense"]
 
 
 @pytest.fixture(scope="module")
@@ -20,31 +22,11 @@ def table():
         {
             "title": "Two methods, tuned",
             "rows": {"dense": [], "short": [], "ste": []},
-            "metrics": {
-                "loss": {
-                    "label": "validation loss",
-                    "key": "loss",
-                    "better": "lower",
-                    "percent_of": "dense",
-                }
-            },
-            "scales": {
-                "nano": {
-                    "tune": {
-                        "seeds": [1, 2],
-                        "grid": ["optim.lr=1,2,3"],
-                        "rows": {"ste": ["optim.lr=1,2,3"]},
-                    }
-                }
-            },
+            "metrics": {"loss": LOSS | {"percent_of": "dense"}},
+            "scales": {"nano": {"tune": {"seeds": [1, 2], "grid": RATES, "rows": {"ste": RATES}}}},
             "claims": [
-                {
-                    "text": "STE costs 4 to 6 %",
-                    "kind": "equal",
-                    "of": ["ste", "dense"],
-                    "margin": 6,
-                },
-                {"text": "STE is better", "kind": "less", "of": ["ste", "dense"]},
+                {"text": "STE costs 4 to 6 %", "kind": "equal", "margin": 6, "of": PAIR},
+                {"text": "STE is better", "kind": "less", "of": PAIR},
             ],
         },
     )
@@ -79,11 +61,8 @@ def results():
 
 
 def test_the_lowest_mean_of_complete_rows_is_chosen(results, table):
-    assert chosen(results.tuning, table) == {
-        "dense": "optim.lr=2",
-        "short": "optim.lr=2",
-        "ste": "optim.lr=3",
-    }
+    best = {"dense": "optim.lr=2", "short": "optim.lr=2", "ste": "optim.lr=3"}
+    assert chosen(results.tuning, table) == best
     assert means(results.tuning, table)["ste"]["optim.lr=1"] == pytest.approx(3.15)
     results.tuning[0] = run("dense", 1, "optim.lr=1")
     assert set(chosen(results.tuning, table)) == {"short", "ste"}
@@ -116,9 +95,7 @@ def test_percent_of_a_cell_compares_columns_with_each_other():
             "rows": {"ste": []},
             "columns": {"1": [], "2": []},
             "baseline": None,
-            "metrics": {
-                "loss": {"label": "loss", "key": "loss", "better": "lower", "percent_of": "ste @ 1"}
-            },
+            "metrics": {"loss": LOSS | {"percent_of": "ste @ 1"}},
             "scales": {"nano": {}},
             "claims": [{"text": "2 is worse", "kind": "less", "of": ["ste @ 1", "ste @ 2"]}],
         },

@@ -39,14 +39,10 @@ def state():
     draw = torch.Generator().manual_seed(0)
     weight = torch.randn(6, 4, generator=draw)
     model = {
-        "w": weight,
-        "tied": weight,
-        "transposed": weight.t(),
-        "row": weight[2],
-        "empty": weight[:0],
-        "expanded": weight[0, 0].expand(3),
+        "w": weight, "tied": weight, "transposed": weight.t(), "row": weight[2],
+        "empty": weight[:0], "expanded": weight[0, 0].expand(3),
         "parameter": torch.nn.Parameter(weight.clone()),
-    }
+    }  # fmt: skip
     return {"step": 1, "model": model, "values": [1, {"a": (2.5, None)}], "flips": {"sums": [3]}}
 
 
@@ -104,12 +100,8 @@ def test_memory_of_copies_is_reused(tmp_path):
 
 def files(directory):
     """Bytes of what two equal runs have in common."""
-    found = (file for file in directory.rglob("*") if file.parent.parent.name == "checkpoints")
-    return {
-        f"{file.parent.name}/{file.name}": file.read_bytes()
-        for file in found
-        if file.name not in ("config.yaml", "manifest.json")
-    }
+    found, own = directory.glob("checkpoints/*/*"), ("config.yaml", "manifest.json")
+    return {f"{f.parent.name}/{f.name}": f.read_bytes() for f in found if f.name not in own}
 
 
 def test_a_run_on_a_slow_disk_is_bit_equal(tiny, monkeypatch):

@@ -1,110 +1,102 @@
 """Stopping and continuing is invisible: same record, same bits."""
 
+import os
 import signal
 
 import pytest
+import torch
 from tiny_runs import assert_equal_bits, assert_same_run, final_state, interrupted, metrics
+
+from sparsepretrain.sparsity import Sparsifier
+from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK
+from sparsepretrain.sparsity.model_state import ModelState
+from sparsepretrain.training import assembly, loop, validation
+
+
+@pytest.fixture
+def plain(tiny):
+    """``plain(*overrides)``: a run of the same settings that nothing interrupts."""
+    return lambda *overrides: tiny.train(*overrides, f"runs_dir={tiny.root / 'plain'}").directory
 
 
 # sparsity/test_conformance.py resumes every method; whole runs of two suffice here
 @pytest.mark.parametrize("method", ["dense", "sste"])
 @pytest.mark.parametrize("stops", [(3,), pytest.param((1, 3, 5), marks=pytest.mark.slow)], ids=str)
-def test_resume_is_bit_exact(tiny, stop_after, method, stops):
+def test_resume_is_bit_exact(tiny, plain, stop_after, method, stops):
     overrides = (f"sparsity={method}", "batch.micro=2")
-    plain = tiny.train(*overrides, "runs_dir=" + str(tiny.root / "plain"))
-    again = interrupted(tiny, stop_after, stops, *overrides)
-    assert len(metrics(plain.directory)) == 6 + 3
-    assert_same_run(plain.directory, again)
+    whole = plain(*overrides)
+    assert len(metrics(whole)) == 6 + 3
+    assert_same_run(whole, interrupted(tiny, stop_after, stops, *overrides))
+
+
+def slow(*overrides):
+    return pytest.param(overrides, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(("model.dropout=0.2",), marks=pytest.mark.slow),
-        pytest.param(("precision=fp16", "precision.init_scale=1e30"), marks=pytest.mark.slow),
+        slow("model.dropout=0.2"),
+        slow("precision=fp16", "precision.init_scale=1e30"),
         ("precision=fp16", "precision.growth_interval=2", "model.dropout=0.1"),
         ("precision=bf16", "sparsity.beta_update=step", "sparsity.mvue=weight"),
-        pytest.param(("precision=fp8_sim",), marks=pytest.mark.slow),
+        slow("precision=fp8_sim"),
         (
             "precision=fp8_sim",
             "precision.recipe=reference",
             "precision.dtype=fp16",
             "batch.micro=2",
         ),
-        pytest.param(
-            ("sparsity=srste", "sparsity.decay_on=weight", "optim=sgd"), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            ("sparsity.window.start=0.3", "sparsity.window.stop=0.7"), marks=pytest.mark.slow
-        ),
+        slow("sparsity=srste", "sparsity.decay_on=weight", "optim=sgd"),
+        slow("sparsity.window.start=0.3", "sparsity.window.stop=0.7"),
         ("activation_checkpointing=true", "model.dropout=0.2"),
-        pytest.param(
-            ("task.sequence_length=10", "batch.micro=1", "model.bias=true"), marks=pytest.mark.slow
-        ),
+        ("ema=0.9", "batch.micro=2", "eval.every=1"),
+        slow("task.sequence_length=10", "batch.micro=1", "model.bias=true"),
         ("checkpoint.every=0", "eval.every=0"),
-        pytest.param(
-            ("checkpoint.keep_last=1", "checkpoint.every=1", "eval.every=1"), marks=pytest.mark.slow
-        ),
-        pytest.param(("log.every=4", "log.layers_every=0"), marks=pytest.mark.slow),
+        slow("checkpoint.keep_last=1", "checkpoint.every=1", "eval.every=1"),
+        slow("log.every=4", "log.layers_every=0"),
     ],
     ids=" ".join,
 )
-def test_resume_of_variants_is_bit_exact(tiny, stop_after, overrides):
-    plain = tiny.train(*overrides, "runs_dir=" + str(tiny.root / "plain"))
-    assert plain.code == 0
-    again = interrupted(tiny, stop_after, (3,), *overrides)
-    assert_same_run(plain.directory, again)
+def test_resume_of_variants_is_bit_exact(tiny, plain, stop_after, overrides):
+    assert_same_run(plain(*overrides), interrupted(tiny, stop_after, (3,), *overrides))
 
 
-def test_resume_is_bit_exact_across_epochs(tiny, stop_after, tmp_path):
+def test_resume_is_bit_exact_across_epochs(tiny, plain, stop_after, tmp_path):
     text = tmp_path / "one.txt"
     text.write_text("".join(f"{i:03} " for i in range(60)))  # 10 windows: 2.5 steps per epoch
     overrides = (f"data.files=['{text}']", "steps=8")
-    plain = tiny.train(*overrides, "runs_dir=" + str(tiny.root / "plain"))
-    again = interrupted(tiny, stop_after, (2, 6), *overrides)
-    assert_same_run(plain.directory, again)
+    assert_same_run(plain(*overrides), interrupted(tiny, stop_after, (2, 6), *overrides))
 
 
 @pytest.mark.parametrize("forgotten", ["draws", "sparsifier", "scaler"])
-def test_forgotten_state_changes_the_run(tiny, stop_after, monkeypatch, forgotten):
+def test_forgotten_state_changes_the_run(tiny, plain, stop_after, monkeypatch, forgotten):
     """Negative control: leaving a part out must be noticed by the comparison above."""
-    from sparsepretrain.sparsity import Sparsifier
-    from sparsepretrain.sparsity.model_state import ModelState
-    from sparsepretrain.training import loop
-
     overrides = ("precision=fp16", "precision.growth_interval=2", "model.dropout=0.3")
-    plain = tiny.train(*overrides, "runs_dir=" + str(tiny.root / "plain"))
+    whole = plain(*overrides)
     if forgotten == "draws":
         monkeypatch.setattr(loop, "seed_draws", lambda seed, step, micro: None)
     elif forgotten == "sparsifier":
         monkeypatch.setattr(Sparsifier, "load_state_dict", lambda self, state: None)
         monkeypatch.setattr(ModelState, "sync", lambda self: None)
     else:
-        import torch
-
         monkeypatch.setattr(torch.amp.GradScaler, "load_state_dict", lambda self, state: None)
     again = interrupted(tiny, stop_after, (3,), *overrides)
     with pytest.raises(AssertionError):
-        assert_equal_bits(final_state(plain.directory), final_state(again))
+        assert_equal_bits(final_state(whole), final_state(again))
 
 
-def test_forgotten_previous_mask_changes_the_record(tiny, stop_after, monkeypatch):
-    from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK
-
-    plain = tiny.train("runs_dir=" + str(tiny.root / "plain"))
+def test_forgotten_previous_mask_changes_the_record(tiny, plain, stop_after, monkeypatch):
+    whole, load = plain(), torch.nn.Module.load_state_dict
     stop_after(3)
     tiny.train()
     stop_after(-1)
-    from torch import nn
-
-    load = nn.Module.load_state_dict
 
     def forget(self, state, **options):
         return load(self, {k: v * (PREVIOUS_MASK not in k) for k, v in state.items()}, **options)
 
-    monkeypatch.setattr(nn.Module, "load_state_dict", forget)
-    again = tiny.train()
-    assert metrics(plain.directory) != metrics(again.directory)
+    monkeypatch.setattr(torch.nn.Module, "load_state_dict", forget)
+    assert metrics(whole) != metrics(tiny.train().directory)
 
 
 def test_missing_record_lines_warn_once(tiny, stop_after):
@@ -118,25 +110,20 @@ def test_missing_record_lines_warn_once(tiny, stop_after):
     assert "lines that it had" not in tiny.train().output, "told once"
 
 
-def test_resume_from_a_named_checkpoint_restores_its_record(tiny, stop_after):
-    plain = tiny.train("runs_dir=" + str(tiny.root / "plain"))
+def test_resume_from_a_named_checkpoint_restores_its_record(tiny, plain, stop_after):
     stop_after(5)
     first = tiny.train().directory
     stop_after(-1)
     source = first / "checkpoints" / "step_00000004"
     again = tiny.train("name=other", f"resume='{source}'")
     assert again.code == 0 and "lines that it had" not in again.output
-    assert_same_run(plain.directory, again.directory)
+    assert_same_run(plain(), again.directory)
 
 
-def test_signal_in_an_evaluation_is_bit_exact(tiny, monkeypatch):
+@pytest.mark.parametrize("words", [("eval.batches=5",), ("eval.batches=5", "ema=0.9")])
+def test_signal_in_an_evaluation_is_bit_exact(tiny, plain, monkeypatch, words):
     """The evaluation is left, the step saved, and the evaluation repeated on resume."""
-    import os
-
-    from sparsepretrain.training import loop, validation
-
-    plain = tiny.train("runs_dir=" + str(tiny.root / "plain"), "eval.batches=5")
-    original, calls = validation.evaluate, []
+    whole, original, calls = plain(*words), validation.evaluate, []
 
     def evaluate(t, *args, **options):
         calls.append(t.step)
@@ -147,20 +134,16 @@ def test_signal_in_an_evaluation_is_bit_exact(tiny, monkeypatch):
     monkeypatch.setattr(loop, "evaluate", evaluate)
     codes, handler = [], signal.getsignal(signal.SIGTERM)
     while not codes or codes[-1]:
-        outcome = tiny.train("eval.batches=5")
+        outcome = tiny.train(*words)
         codes.append(outcome.code)
         assert len(codes) < 9
     assert codes == [143, 143, 0], calls
     assert signal.getsignal(signal.SIGTERM) is handler
-    assert_same_run(plain.directory, outcome.directory)
+    assert_same_run(whole, outcome.directory)
     assert "train loss" in outcome.output
 
 
 def test_signal_before_the_first_step_saves_nothing(tiny, monkeypatch):
-    import os
-
-    from sparsepretrain.training import assembly
-
     original = assembly.build_model
 
     def build_model(*args):
@@ -178,16 +161,11 @@ def test_signal_before_the_first_step_saves_nothing(tiny, monkeypatch):
 
 
 def test_second_interrupt_is_immediate(tiny, monkeypatch):
-    import os
-
-    from sparsepretrain.training import loop
-
     original = loop.train_step
 
     def train_step(t):
         values = original(t)
-        if t.step == 3:
-            os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(2 * (t.step == 3)):
             os.kill(os.getpid(), signal.SIGINT)
         return values
 

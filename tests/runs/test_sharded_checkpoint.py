@@ -54,16 +54,9 @@ def save(directory, size, step=3, keep=1):
     shared, barrier = [None] * size, threading.Barrier(size)
 
     def one(rank):
-        ranks = Thread(rank, size, shared, barrier)
+        options = {"keep": Retention(keep), "ranks": Thread(rank, size, shared, barrier)}
         try:
-            return checkpoint.save(
-                directory,
-                step,
-                parts(rank, size),
-                config="a: 1\n",
-                keep=Retention(keep),
-                ranks=ranks,
-            )
+            return checkpoint.save(directory, step, parts(rank, size), config="a: 1\n", **options)
         except CheckpointError as error:
             return error
 

@@ -3,9 +3,9 @@
 import dataclasses
 
 import torch
-from sparse_cases import draw
+from small_models import draw
 
-from sparsepretrain.sparsity.backend import LayerProducts
+from sparsepretrain.sparsity import backend
 from sparsepretrain.sparsity.products import FP8, Dense, Products, fp8_products
 
 
@@ -34,8 +34,50 @@ def magnitudes(layer, dtype, shape, monkeypatch, recipe=None):
         found = fp8_products(recipe, True)
         chosen = Products(*(FP8Magnitude(**dataclasses.asdict(product)) for product in found))
     with monkeypatch.context() as patch:
-        patch.setattr(LayerProducts, "now", lambda *_: chosen)
+        patch.setattr(backend.LayerProducts, "now", lambda *_: chosen)
         return outputs(layer, dtype, shape)
+
+
+def train_in_bf16(model, optimizer, first, last, shape=(2, 8, 128), micro_batches=1):
+    """Optimizer steps ``first`` to ``last`` under autocast."""
+    for step in range(first, last):
+        for micro in range(micro_batches):
+            with torch.autocast("cpu", torch.bfloat16):
+                y = model(draw(*shape, seed=9 * step + micro, dtype=torch.float32))
+            y.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def cut_groups(shape):
+    """Why dW of these samples is not sparse."""
+    samples = shape[-1]
+    if len(shape) == 1 or samples % 4 == 0:
+        return ""
+    return f"samples of {samples} tokens, no multiple of 4"
+
+
+class Stopwatch:
+    """Durations by matmul: those of sparse ones in units of emulated ones.
+
+    ``packing``: of weights, in the same unit.
+    """
+
+    def __init__(self, monkeypatch, packing=0.0, **factors):
+        self.factors, self.packing, self.calls, self.products = factors, packing, 0, []
+        monkeypatch.setattr(backend, "medians", self.medians)
+
+    def medians(self, works, device):
+        self.calls += 1
+        return {name: self.seconds(run) for name, run in works.items()}
+
+    def seconds(self, run):
+        run()
+        product, *prepared = run.args
+        self.products.append(product)
+        if not product.packs:
+            return 1e-3
+        return 1e-3 * (self.factors[product.packs] + (0 if prepared else self.packing))
 
 
 def outputs(layer, dtype, shape=(2, 32)):

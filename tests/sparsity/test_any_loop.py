@@ -1,12 +1,13 @@
 """Loops that do what loops do: the result is right, or one line says what is wrong."""
 
 import copy
-import io
 import warnings
 
 import pytest
 import torch
-from sparse_cases import Net, build, draw, gradients, said, sparsify, train
+from small_loops import attached, gradients, said, through_disk, train
+from small_models import Net, draw
+from sparse_cases import build, sparsify
 from tiny_runs import assert_equal_bits
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -40,9 +41,6 @@ def plain(weights, x, project):
         for layer in (model.fc1, model.fc2):
             layer.weight.copy_(project(layer.weight))
         return model(x)
-
-
-# weights that change outside an optimizer
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -99,9 +97,6 @@ def test_function_transforms_are_refused(transform):
             transform(lambda w: functional_call(model, w, x).sum())(weights)
 
 
-# second derivatives
-
-
 @pytest.mark.parametrize("phase", ["dense", "sparse"])
 @pytest.mark.parametrize("method", ["ste", "sste"])
 def test_second_derivatives_are_correct_or_refused(method, phase):
@@ -118,9 +113,6 @@ def test_second_derivatives_are_correct_or_refused(method, phase):
     (slope,) = torch.autograd.grad(other(x).square().sum(), x, create_graph=True)
     slope.square().sum().backward()
     assert_equal_bits(gradients(model), gradients(other))
-
-
-# averages
 
 
 AVERAGED = [
@@ -170,9 +162,6 @@ def test_averaged_counters_are_refused(method):
         sp.densify(average)
 
 
-# micro-batches
-
-
 class Bypassed(nn.Module):
     """A sparsified module whose forward nobody calls."""
 
@@ -186,43 +175,35 @@ class Bypassed(nn.Module):
     forward = encode
 
 
-@pytest.mark.parametrize(
-    "how", ["root", "part", "method", "twice", "reentrant", "saved", "reentrant root"]
-)
-def test_noise_is_equal_for_every_way_to_call_the_model(how):
-    def call(model, x):
-        if how == "part":
-            return model.net(x)
-        if how == "method":
-            return model.encode(x)
-        if how == "twice":
-            return model.encode(model.encode(x))
-        if how == "root":
-            return model(x)
-        run = model if how == "reentrant root" else model.encode
-        return checkpoint(run, x, use_reentrant=how != "saved")
+CALLS = {
+    "root": lambda model, x: model(x),
+    "part": lambda model, x: model.net(x),
+    "method": lambda model, x: model.encode(x),
+    "twice": lambda model, x: model.encode(model.encode(x)),
+    "reentrant": lambda model, x: checkpoint(model.encode, x, use_reentrant=True),
+    "saved": lambda model, x: checkpoint(model.encode, x, use_reentrant=False),
+    "reentrant root": lambda model, x: checkpoint(model, x, use_reentrant=True),
+}
 
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_noise_is_equal_for_every_way_to_call_the_model(call):
     results = []
     x, g = draw(8, 8, 16).requires_grad_(), draw(8, 8, 16, seed=1)
     for size in (8, 4, 2):
         model = Bypassed()
         handle = sparsify(model, "sste", targets=["*fc*"])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        handle.attach(optimizer)
-        for _ in range(2):  # the second starts to count anew
+        optimizer = attached(handle, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(2):  # the second step counts micro-batches from 0
             optimizer.zero_grad()
             for i in range(0, 8, size):
                 y = call(model, x[i : i + size])
                 (y * g[i : i + size, :, : y.shape[-1]]).sum().backward()
             optimizer.step()
         assert handle._state.clock.micro == 0 and handle.completed_steps == 2
-        results.append(gradients_of(model))
+        results.append([p.grad for p in (*model.net.fc1.parameters(), model.net.fc2.weight)])
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], rtol=1e-9, atol=1e-11)
-
-
-def gradients_of(model):
-    return {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("frozen", ["fc1", "fc2"])
@@ -254,9 +235,6 @@ def test_two_sparsifiers_of_one_seed_draw_differently():
     assert (first.completed_steps, second.completed_steps) == (1, 1)
     with pytest.raises(ConfigError, match="2 times"):
         sp.sparsifier_of(model)
-
-
-# optimizers
 
 
 class SAM(torch.optim.Optimizer):
@@ -318,54 +296,39 @@ def test_sam_equals_manual_steps_when_attached_to_its_base_optimizer(style, sile
     handle = sparsify(model, "srste", decay=0.1)
     optimizer = SAM(model.parameters(), torch.optim.SGD, lr=0.1)
     handle.attach(optimizer.base_optimizer)
-    other = Net()
     sam_loop(model, optimizer, style)
     assert handle.completed_steps == 3
-    # the same by hand
-    x, g = draw(8, 16), draw(8, 5, seed=1)
+    plain, sparse = Net(), ("fc1.weight", "fc2.weight")
+
+    def slopes(weights):
+        used = {k: masked(w) if k in sparse else w for k, w in weights.items()}
+        used = {k: w.clone().requires_grad_() for k, w in used.items()}
+        loss = (functional_call(plain, used, draw(8, 16)) * draw(8, 5, seed=1)).sum()
+        return dict(zip(used, torch.autograd.grad(loss, list(used.values())), strict=True))
+
+    weights = {k: p.detach() for k, p in plain.named_parameters()}
     for _ in range(3):
-        old = [p.detach().clone() for p in other.parameters()]
-        for ascent in (True, False):
-            masks = [nm_mask(layer.weight) for layer in (other.fc1, other.fc2)]
-            dense = [layer.weight.detach().clone() for layer in (other.fc1, other.fc2)]
-            with torch.no_grad():
-                for layer, mask in zip((other.fc1, other.fc2), masks, strict=True):
-                    layer.weight.mul_(mask)
-            (other(x) * g).sum().backward()
-            grads = [p.grad.clone() for p in other.parameters()]
-            other.zero_grad()
-            with torch.no_grad():
-                for layer, weight in zip((other.fc1, other.fc2), dense, strict=True):
-                    layer.weight.copy_(weight)
-                if ascent:
-                    norm = torch.stack([v.norm() for v in grads]).norm()
-                    for p, v in zip(other.parameters(), grads, strict=True):
-                        p.add_(v * (0.05 / (norm + 1e-12)))
-        with torch.no_grad():
-            for p, weight in zip(other.parameters(), old, strict=True):
-                p.copy_(weight)
-            for (name, p), v in zip(other.named_parameters(), grads, strict=True):
-                if name in ("fc1.weight", "fc2.weight"):
-                    v = v + 0.1 * ~nm_mask(p) * p
-                p.sub_(0.1 * v)
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
+        ascent = slopes(weights)
+        factor = 0.05 / (torch.stack([g.norm() for g in ascent.values()]).norm() + 1e-12)
+        slope = slopes({k: w + ascent[k] * factor for k, w in weights.items()})
+        for k in sparse:
+            slope[k] += 0.1 * ~nm_mask(weights[k]) * weights[k]
+        weights = {k: w - 0.1 * slope[k] for k, w in weights.items()}
+    torch.testing.assert_close(dict(model.named_parameters()), weights)
 
 
 def test_sam_may_be_attached_itself_when_it_steps_by_closure(silent):
     model = Net()
     handle = sparsify(model, "srste")
-    optimizer = SAM(model.parameters(), torch.optim.SGD, lr=0.1)
-    handle.attach(optimizer)
+    optimizer = attached(handle, SAM(model.parameters(), torch.optim.SGD, lr=0.1))
     sam_loop(model, optimizer, "closure")
     assert handle.completed_steps == 3
 
 
 def test_step_of_an_unattached_base_optimizer_warns_once(recwarn):
     model = Net()
-    handle = sparsify(model, "srste")
     optimizer = SAM(model.parameters(), torch.optim.SGD, lr=0.1)
-    handle.attach(optimizer)
+    sparsify(model, "srste").attach(optimizer)
     sam_loop(model, optimizer, "two_steps")
     (message,) = said(recwarn)
     assert "'fc1'" in message and "SAM" in message
@@ -385,32 +348,21 @@ def test_unattached_copy_warns_once_and_attached_copy_equals_its_source(recwarn)
     model, optimizer, _ = build("srste", {"window": {"start": 0.1}})
     train(model, optimizer, 0, 2)
     copied = copy.deepcopy(model)
-    forgotten = torch.optim.SGD(copied.parameters(), lr=0.1)
-    train(copied, forgotten, 0, 3)
+    train(copied, torch.optim.SGD(copied.parameters(), lr=0.1), 0, 3)
     (message,) = said(recwarn)
     assert "sparsifier_of(model)" in message
     right = copy.deepcopy(model)
     handle = sp.sparsifier_of(right)
-    attached = torch.optim.AdamW(right.parameters(), lr=1e-2)
-    attached.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    handle.attach(attached)
-    for m, o in ((model, optimizer), (right, attached)):
-        train(m, o, 2, 6)
+    other = torch.optim.AdamW(right.parameters(), lr=1e-2)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    handle.attach(other)
+    train(model, optimizer, 2, 6)
+    train(right, other, 2, 6)
     assert_equal_bits(right.state_dict(), model.state_dict())
     assert handle.sparse and handle.completed_steps == 6 and len(said(recwarn)) == 1
 
 
-def test_steps_after_densify_warn_once(recwarn):
-    model, optimizer, _ = build("srste")
-    train(model, optimizer, 0, 2)
-    sp.densify(model)
-    train(model, optimizer, 2, 5)
-    (message,) = said(recwarn)
-    assert "densified" in message and "AdamW" in message
-
-
 def test_decay_is_applied_once_after_sparsifying_again(silent):
-    """Decay is applied once, by the one who rides now."""
     model, optimizer, _ = build("srste", {"decay": 0.1}, cls=torch.optim.SGD, lr=0.1)
     train(model, optimizer, 0, 2)
     sp.densify(model)
@@ -419,10 +371,9 @@ def test_decay_is_applied_once_after_sparsifying_again(silent):
     other = Net()
     other.load_state_dict({k: v for k, v in model.state_dict().items() if "sparsity" not in k})
     fresh = sparsify(other, "srste", decay=0.1)
-    second = torch.optim.SGD(other.parameters(), lr=0.1)
-    fresh.attach(second)
-    for m, o in ((model, optimizer), (other, second)):
-        train(m, o, 0, 3)
+    second = attached(fresh, torch.optim.SGD(other.parameters(), lr=0.1))
+    train(model, optimizer, 0, 3)
+    train(other, second, 0, 3)
     assert_equal_bits(dict(model.named_parameters()), dict(other.named_parameters()))
     assert again.completed_steps == 3
     for handle in (sp.sparsifier_of(model), again):
@@ -430,9 +381,6 @@ def test_decay_is_applied_once_after_sparsifying_again(silent):
             handle.attach(torch.optim.SGD(model.parameters(), lr=0.1))
     again.detach()
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
-
-
-# frozen weights
 
 
 @pytest.mark.parametrize(
@@ -446,8 +394,7 @@ def test_frozen_weights_are_sparse_and_never_written(method, held, silent):
     model.fc1.weight.requires_grad_(False)
     before = model.fc1.weight.detach().clone()
     chosen = [p for p in model.parameters() if held or p.requires_grad]
-    optimizer = torch.optim.AdamW(chosen, lr=1e-2, weight_decay=0.1)
-    handle.attach(optimizer)
+    optimizer = attached(handle, torch.optim.AdamW(chosen, lr=1e-2, weight_decay=0.1))
     trained = model.fc2.weight.detach().clone()
     for _ in range(25):  # past every switch; data do not matter
         draw_loss(model).backward()
@@ -463,25 +410,18 @@ def draw_loss(model):
     return model(draw(8, 16)).square().mean()
 
 
-# what else happens to a model
-
-
 @pytest.mark.parametrize("method", ["srste", "sste", "tsrste"])
 def test_pickled_model_trains_to_the_same_bits(method):
     model, optimizer, handle = build(method, {"window": {"start": 0.05}})
     handle.store_operands()
     train(model, optimizer, 0, 3)
-    file = io.BytesIO()
-    torch.save({"model": model, "optimizer": optimizer.state_dict()}, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    other = loaded["model"]
-    second = torch.optim.AdamW(other.parameters(), lr=1e-2)
-    second.load_state_dict(loaded["optimizer"])
+    other, state = through_disk((model, optimizer.state_dict()), weights_only=False)
     again = sp.sparsifier_of(other)
+    second = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    second.load_state_dict(state)
     again.attach(second)
-    for m, o in ((model, optimizer), (other, second)):
-        train(m, o, 3, 5, micro=4)
+    train(model, optimizer, 3, 5, micro=4)
+    train(other, second, 3, 5, micro=4)
     assert_equal_bits(other.state_dict(), model.state_dict())
     for copied in (other, copy.deepcopy(model)):
         assert copied._forward_pre_hooks and copied._load_state_dict_pre_hooks
@@ -510,7 +450,7 @@ def test_stored_operands_compile_once(method, options, part):
         once = counter.frame_count
         train(model, optimizer, 2, 6, micro=4)
         assert counter.frame_count == once
-        results.append(copy.deepcopy(dict(model.named_parameters())))
+        results.append(dict(model.named_parameters()))
     assert once > 0
     torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-11)
 

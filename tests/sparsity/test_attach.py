@@ -5,7 +5,9 @@ import warnings
 
 import pytest
 import torch
-from sparse_cases import Net, said, sparsify
+from small_loops import said
+from small_models import Net
+from sparse_cases import sparsify
 from torch import nn
 
 import sparsepretrain as sp

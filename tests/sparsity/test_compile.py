@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from sparse_cases import Blocks, ConvNet, Net, build, draw, gradients, sparsify
+from small_loops import attached, eager_and_compiled, gradients, train
+from small_models import Blocks, ConvNet, Net, draw
+from sparse_cases import build, sparsify
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparsepretrain as sp
@@ -27,32 +29,22 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-CONVOLUTIONS = [
-    ("srste", {}, ConvNet),
-    ("tsrste", {"mvue": "none"}, ConvNet),
-    ("sdgp", {}, ConvNet),
-    ("bimask", {}, ConvNet),
-    ("slope", {}, ConvNet),
-]
-
-
 @pytest.mark.parametrize(
     ("method", "options", "net"),
     [
         *((*case, Net) for case in CASES),
-        *CONVOLUTIONS,
+        ("tsrste", {"mvue": "none"}, ConvNet),
+        *((name, {}, ConvNet) for name in ("srste", "sdgp", "bimask", "slope")),
         *(pytest.param(*case, Net, marks=pytest.mark.slow) for case in OPTIONS),
     ],
 )
 def test_compiled_block_is_one_graph_and_equals_eager(method, options, net):
-    results, counter = [], CompileCounterWithBackend("eager")
-    for compiled in (False, True):
+    def run(compile):
         model = Blocks(net())
         sparsifier = sparsify(model, method, targets=["*fc*"], **options)
-        optimizer = build(method, options)[1].__class__(model.parameters(), lr=1e-2)
-        sparsifier.attach(optimizer)
-        if compiled:
-            model.block.compile(backend=counter, fullgraph=True)
+        kind = type(build(method, options)[1])
+        optimizer = attached(sparsifier, kind(model.parameters(), lr=1e-2))
+        compile(model.block)
         for step in range(5):
             for micro in range(2):
                 x = model.block.example(10 * step + micro, batch=4)[0]
@@ -64,9 +56,11 @@ def test_compiled_block_is_one_graph_and_equals_eager(method, options, net):
         model.eval()
         with torch.no_grad():
             model(model.block.example(0, batch=4)[0])
-        results.append((last, {k: v.clone() for k, v in model.state_dict().items()}))
-    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-10)
-    assert counter.frame_count <= 2, "training, and evaluation without gradients"
+        return last, model.state_dict()
+
+    eager, compiled, graphs = eager_and_compiled(run, "eager")
+    torch.testing.assert_close(compiled, eager, rtol=1e-9, atol=1e-10)
+    assert graphs <= 2, "training, and evaluation without gradients"
 
 
 def test_phase_switch_recompiles_once():
@@ -74,14 +68,11 @@ def test_phase_switch_recompiles_once():
     model = Blocks(Net())
     window = {"start": 0.05, "stop": 0.1}  # steps 2 and 3 of 40
     sparsifier = sparsify(model, "srste", targets=["*fc*"], window=window)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sparsifier.attach(optimizer)
+    optimizer = attached(sparsifier, torch.optim.SGD(model.parameters(), lr=0.1))
     model.block.compile(backend=counter, fullgraph=True)
     for step in range(6):
         assert sparsifier.method.phase.training == (2 <= step < 4)
-        model(draw(4, 8, 16, seed=step)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train(model, optimizer, step, step + 1)
     assert counter.frame_count <= 3
 
 
@@ -90,23 +81,19 @@ def test_phase_switch_recompiles_once():
     [("mdgf", {"until": 0.1}, 2), ("sdgf", {"n": 1, "m": 8, "until": 0.15}, 4)],
 )
 def test_staged_methods_compile_once_per_stage(method, options, frames):
-    """One graph per stage, whatever changes from step to step is data; eager's numbers."""
-    results, counter = [], CompileCounterWithBackend("eager")
-    for compiled in (False, True):
+
+    def run(compile):
         model = Blocks(Net())
         handle = sparsify(model, method, targets=["*fc*"], **options)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        handle.attach(optimizer)
-        if compiled:
-            model.block.compile(backend=counter, fullgraph=True)
-        for step in range(9):
-            model(draw(4, 8, 16, seed=step)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer = attached(handle, torch.optim.SGD(model.parameters(), lr=1e-3))
+        compile(model.block)
+        train(model, optimizer, 0, 9)
         assert handle.sparse
-        results.append({k: v.clone() for k, v in model.state_dict().items()})
-    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-10)
-    assert counter.frame_count <= frames
+        return model.state_dict()
+
+    eager, compiled, graphs = eager_and_compiled(run, "eager")
+    torch.testing.assert_close(compiled, eager, rtol=1e-9, atol=1e-10)
+    assert graphs <= frames
 
 
 def test_compiled_noise_follows_step_and_micro_batch():

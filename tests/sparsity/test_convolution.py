@@ -1,21 +1,101 @@
-"""Convolutions: published vectors, sampling of positions, refusals, the report."""
+"""Convolutions: every method in every geometry, published vectors, the report."""
 
 import copy
-import pickle
-from itertools import pairwise
 
 import pytest
 import torch
 from golden_vectors import load
-from sparse_cases import draw
+from operands import OperandTable, into_sparse_phase
+from small_loops import gradients
+from small_models import ConvNet, draw
+from sparse_cases import CONVOLVED, build, ids, sparsify
 from torch import nn
+from torch.func import functional_call
 
 import sparsepretrain as sp
-from sparsepretrain import kernels
-from sparsepretrain.errors import ConfigError
+from sparsepretrain import kernels, registry
 from sparsepretrain.sparsity.layer_classes import sparse_class
-from sparsepretrain.sparsity.layers import SparseLayer
 from sparsepretrain.sparsity.sparsifier import prove
+
+IDS = ids(CONVOLVED)
+GEOMETRIES = {
+    "same": {"kernel_size": 3, "padding": "same"},
+    "even": {"kernel_size": (4, 2), "padding": "same", "dilation": (1, 3)},
+    "strided": {"kernel_size": 3, "stride": (2, 1), "padding": (1, 2), "bias": False},
+    "dilated": {"kernel_size": (1, 3), "dilation": 2, "padding": "valid"},
+    "reflected": {"kernel_size": 3, "padding": 1, "padding_mode": "reflect"},
+    "circular": {"kernel_size": 3, "padding": "same", "padding_mode": "circular", "stride": 1},
+    "grouped": {"kernel_size": 2, "groups": 2},
+    "pointwise": {"kernel_size": 1},
+}
+RULES = [
+    pytest.param(method, options, geometry, id=f"{name}-{geometry}")
+    for (method, options), name in zip(CONVOLVED, IDS, strict=True)
+    for geometry, arguments in GEOMETRIES.items()
+    if "grouped convolution" in registry.get("method", method).layer_kinds
+    or "groups" not in arguments  # refused
+]
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize(("method", "options", "geometry"), RULES)
+def test_gradient_rule_against_autograd_in_fp64(method, options, geometry):
+    """The layer equals the operand table written out with ordinary autograd."""
+    arguments = GEOMETRIES[geometry]
+    groups = arguments.get("groups", 1)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        plain = nn.Conv2d(16 * groups, 16 * groups, dtype=torch.float64, **arguments)
+    model = nn.Sequential(copy.deepcopy(plain))
+    sparsifier = sparsify(model, method, **options | {"targets": "0"})
+    into_sparse_phase(sparsifier)  # the rule of the sparse phase
+    layer = model[0]
+    assert type(layer) is sparse_class(nn.Conv2d)
+    x = draw(2, 16 * groups, 7, 6, seed=1)
+    gy = draw(*plain(x).shape, seed=2)
+    t = OperandTable(layer, x, gy)
+    expected = {}
+    for name, weight, g in (("x", t.B, t.P), ("weight", t.A, t.U), ("bias", t.A, gy)):
+        leaves = {"x": x, "weight": weight} | ({} if plain.bias is None else {"bias": plain.bias})
+        leaves = {k: v.detach().clone().requires_grad_() for k, v in leaves.items()}
+        if name not in leaves:
+            continue
+        inputs = leaves.pop("x")
+        y = functional_call(plain, leaves, inputs)
+        y.backward(g)
+        expected[name] = (leaves | {"x": inputs})[name].grad
+    expected["weight"] = expected["weight"] * t.scale
+    inputs = x.clone().requires_grad_()
+    got = layer(inputs)
+    got.backward(gy)
+    for name, tensor in {"x": inputs, "weight": layer.weight, "bias": layer.bias}.items():
+        if tensor is not None:
+            torch.testing.assert_close(tensor.grad, expected[name], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(got, y, rtol=1e-12, atol=1e-12)
+    # a single image without the batch axis
+    if t.scale == 1.0 and t.P is gy and t.U is gy:
+        alone = [x[0].clone().requires_grad_(), x[:1].clone().requires_grad_()]
+        outputs = [layer(image) for image in alone]
+        assert torch.equal(outputs[0], outputs[1][0])
+        outputs[0].backward(gy[0]), outputs[1].backward(gy[:1])
+        torch.testing.assert_close(alone[0].grad, alone[1].grad[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("method", "options"), CONVOLVED, ids=IDS)
+def test_channels_last_equals_contiguous(method, options):
+    results = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        model, optimizer, sparsifier = build(method, options, net=ConvNet)
+        model.to(memory_format=layout)
+        for step in range(3):
+            x = model.example(step)[0].to(memory_format=layout).requires_grad_()
+            model(x).square().sum().backward()
+            last = gradients(model) | {"x": x.grad}
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model.fc1.weight.is_contiguous(memory_format=layout)
+        results.append((last, sparsifier.masks(), model.fc1.weight.detach()))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-12)
 
 
 def conv(*arguments, **options):
@@ -49,42 +129,6 @@ def test_published_gradient_pruning(variant, name):
     torch.testing.assert_close(x.grad, g[f"conv_{name}_2_4"], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("estimator", ["approximate", "exact"])
-def test_sampled_weight_gradient_is_unbiased(estimator):
-    model = conv(4, 3, 3, stride=2, padding=1, dtype=torch.float64)
-    sparsifier = sp.sparsify(model, "sste", targets="0", seed=5, estimator=estimator)
-    x, gy = draw(2, 4, 9, 5, seed=1), draw(2, 3, 5, 3, seed=2)  # 15 positions: padded to 16
-    layer, draws = model[0], 800
-    exact = nn.grad.conv2d_weight(x, layer.weight.shape, gy, stride=2, padding=1)
-    total, square = torch.zeros_like(exact), torch.zeros_like(exact)
-    for step in range(draws):
-        sparsifier._state.set_step(step)
-        layer.weight.grad = None
-        model(x).backward(gy)
-        total += layer.weight.grad
-        square += layer.weight.grad**2
-    mean = total / draws
-    spread = (square / draws - mean**2).sqrt()
-    assert (spread > 0).all(), "nothing was sampled"
-    assert ((mean - exact).abs() < 5 * spread / draws**0.5).all()
-    torch.testing.assert_close(layer.bias.grad / draws, gy.sum((0, 2, 3)))
-
-
-def test_groups_of_positions_do_not_straddle_images():
-    """One image with a gradient: no other image's positions change what is drawn for it."""
-    model = conv(4, 4, 1, bias=False, dtype=torch.float64)
-    sp.sparsify(model, "sste", targets="0")
-    x, gy = draw(3, 4, 3, 3, seed=1), draw(3, 4, 3, 3, seed=2)
-    seen = []
-    for others in (0.0, 1.0):
-        x[[0, 2]], gy[[0, 2]] = 0.0, others
-        model[0].weight.grad = None
-        model[0].sparsity.model.set_step(0)
-        model(x).backward(gy)
-        seen.append(model[0].weight.grad)
-    assert torch.equal(*seen)
-
-
 def test_masks_are_transposable_at_every_kernel_position():
     model = conv(8, 12, (2, 3))
     sparsifier = sp.sparsify(model, "tsrste", targets="0", dense_tail=0.0)
@@ -105,80 +149,6 @@ def test_bimask_permutes_output_channels():
     assert permutation.shape == (16,) and not torch.equal(permutation, torch.arange(16))
     backward = layer.sparsity.project(layer.weight).backward
     assert ((backward[permutation] != 0).view(4, 4, 8, 2, 2).sum(1) <= 2).all()
-
-
-def chain(*widths, **options):
-    return nn.Sequential(*[nn.Conv2d(i, o, 1, **options) for i, o in pairwise(widths)])
-
-
-class OwnForward(nn.Conv2d):
-    def forward(self, x):
-        return super().forward(x) + 1
-
-
-class OwnConvolution(nn.Conv2d):
-    def _conv_forward(self, input, weight, bias):
-        return super()._conv_forward(input, weight * 2, bias)
-
-
-class Named(nn.Conv2d):
-    """A subclass that keeps the forward."""
-
-
-OWN = "layer '0' .{}. has a forward of its own"
-REFUSALS = {
-    "stem": (chain(3, 8), "ste", "layer '0': in_channels = 3 "),
-    "depthwise": (chain(8, 8, groups=8), "ste", "in_channels / groups = 1 "),
-    "outputs": (chain(8, 6), "tsrste", "out_channels = 6 "),
-    "group": (chain(8, 8, groups=4), "sdgp", "out_channels / groups = 2 "),
-    "mixing": (chain(8, 8, groups=2), "bimask", "bimask"),
-    "own forward": (nn.Sequential(OwnForward(8, 8, 1)), "ste", OWN.format("OwnForward")),
-    "own products": (nn.Sequential(OwnConvolution(8, 8, 1)), "ste", OWN.format("OwnConvolution")),
-    "lazy": (nn.Sequential(nn.LazyConv2d(8, 1)), "ste", "layer '0' has no shape yet"),
-    "bare": (nn.Conv2d(8, 8, 1), "ste", "the model is a bare layer"),
-    "1-d": (nn.Sequential(nn.Conv1d(8, 8, 1)), "ste", "of Conv1d, which cannot be sparse"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_unsupported_convolutions_are_refused(case):
-    model, method, words = REFUSALS[case]
-    model = copy.deepcopy(model)
-    with pytest.raises(ConfigError, match=words) as caught:
-        sp.sparsify(model, method, targets="*", total_steps=10)
-    assert all("\n" not in message for message in caught.value.messages)
-    assert not any(isinstance(m, SparseLayer) for m in model.modules())
-
-
-def test_layers_of_equal_width_share_a_message():
-    with pytest.raises(ConfigError) as caught:
-        sp.sparsify(chain(6, 6, 10, 6, 6, 6, 6), "ste", targets="*")
-    one, several = sorted(caught.value.messages)
-    assert "layer '2': in_channels = 10" in one
-    assert "layers '0', '1', '3' and 2 more: in_channels = 6" in several
-
-
-def test_subclasses_and_pickles():
-    model = nn.Sequential(Named(4, 8, 3), nn.Conv2d(8, 8, 1))
-    sp.sparsify(model, "sste", targets="*")
-    x = torch.ones(1, 4, 4, 4)
-    assert type(model[1]) is sparse_class(nn.Conv2d) and isinstance(model[0], Named)
-    assert "sste 2:4" in repr(model[0])
-    copied = pickle.loads(pickle.dumps(model))
-    assert type(copied[0]) is type(model[0]) and torch.equal(copied(x), model(x))
-    sp.densify(model)
-    assert type(model[0]) is Named and torch.equal(copied.eval()(x), model(x))
-
-
-@pytest.mark.parametrize("method", ["sste", "sdgp"])
-def test_empty_batch_has_zero_gradients(method):
-    model = conv(4, 8, 3)
-    sp.sparsify(model, method, targets="0")
-    x = torch.ones(0, 4, 5, 5, requires_grad=True)
-    y = model(x)
-    y.sum().backward()
-    assert y.shape == (0, 8, 3, 3) and x.grad.shape == x.shape
-    assert not model[0].weight.grad.any() and not model[0].bias.grad.any()
 
 
 def test_coverage_and_proof(monkeypatch):

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from sparse_cases import Blocks, ConvNet, Layer, Net, accumulate, draw, gradients, sparsify
+from small_loops import accumulate, eager_and_compiled, gradients, recomputed
+from small_models import Blocks, ConvNet, Layer, Net, draw
+from sparse_cases import sparsify
 from tiny_runs import assert_equal_bits
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import sparsepretrain as sp
 from sparsepretrain import registry
@@ -75,11 +75,11 @@ def test_gradients_equal_autograd_of_the_plain_formula(net):
 def test_conv1d_layout_equals_linear():
     results = []
     for kind in ("Linear", "Conv1D"):
-        model = Layer(kind)
-        weight = draw(256, 128, seed=1, dtype=torch.float32)
+        model = Layer(kind).double()
+        weight = draw(256, 128, seed=1)
         model.fc.weight.data.copy_(weight if kind == "Linear" else weight.t())
         sparsify(model, "row_scales", targets="fc")
-        model(draw(4, 128, dtype=torch.float32)).square().sum().backward()
+        model(draw(4, 128)).square().sum().backward()
         grads = model.fc.weight.grad, model.fc.sparsity.scale.grad
         results.append(grads if kind == "Linear" else [g.t() for g in grads])
     torch.testing.assert_close(*map(list, results))
@@ -87,12 +87,8 @@ def test_conv1d_layout_equals_linear():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing_is_bit_exact(reentrant):
-    class Recomputed(Net):
-        def body(self, x):
-            return checkpoint(super().body, x, use_reentrant=reentrant)
-
     results = []
-    for net in (Net, Recomputed):
+    for net in (Net, recomputed(Net, reentrant)):
         model, _ = build(net)
         model(draw(4, 16).requires_grad_()).square().sum().backward()
         results.append(gradients(model))
@@ -100,17 +96,16 @@ def test_activation_checkpointing_is_bit_exact(reentrant):
 
 
 def test_compiled_block_is_one_graph_and_equals_eager():
-    torch._dynamo.reset()
-    results, counter = [], CompileCounterWithBackend("aot_eager")
-    for compiled in (False, True):
+    def run(compile):
         model, _ = build(lambda dtype: Blocks(Net(dtype)), targets="*fc*")
-        if compiled:
-            model.block.compile(backend=counter, fullgraph=True)
+        compile(model.block)
         for step in range(2):
             model(draw(4, 16, seed=step)).square().sum().backward()
-        results.append(gradients(model.block))
-    assert counter.frame_count == 1
-    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-12)
+        return gradients(model.block)
+
+    eager, compiled, graphs = eager_and_compiled(run)
+    assert graphs == 1
+    torch.testing.assert_close(compiled, eager, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("stored", [True, False])

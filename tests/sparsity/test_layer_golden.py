@@ -3,17 +3,8 @@
 import pytest
 import torch
 from golden_vectors import load
-from torch import nn
-
-import sparsepretrain as sp
-
-
-def layer_from(g, method, **options):
-    model = nn.Sequential(nn.Linear(*reversed(g["lin_w"].shape)))
-    with torch.no_grad():
-        model[0].weight.copy_(g["lin_w"])
-        model[0].bias.copy_(g["lin_b"])
-    return model, sp.sparsify(model, method, targets=["0"], **options)
+from small_loops import attached
+from sparse_cases import sparse_layer
 
 
 def close(a, b):
@@ -30,10 +21,9 @@ def run(model, g):
 @pytest.mark.parametrize("method", ["ste", "srste"])
 def test_ste_and_srste_layers_equal_golden(method):
     g = load("sr_ste")
-    model, sparsifier = layer_from(g, method)
+    model, sparsifier = sparse_layer(method, g["lin_w"], g["lin_b"])
     before = model[0].weight.detach().clone()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    sparsifier.attach(optimizer)
+    optimizer = attached(sparsifier, torch.optim.SGD(model.parameters(), lr=1.0))
     y, gx = run(model, g)
     close(y, g["lin_y"])
     close(gx, g["lin_gx"])
@@ -48,13 +38,9 @@ def test_ste_and_srste_layers_equal_golden(method):
 def test_srste_gradients_of_every_pattern_equal_golden(n, m):
     g = load("sr_ste")
     weight, gout = g[f"w_{n}_{m}"], g[f"gout_{n}_{m}"]
-    model = nn.Sequential(nn.Linear(weight.shape[1], weight.shape[0], bias=False))
-    with torch.no_grad():
-        model[0].weight.copy_(weight)
     decay = float(f"{float(g['lam']):.6g}")
-    sparsifier = sp.sparsify(model, "srste", targets="0", n=n, m=m, decay=decay)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    sparsifier.attach(optimizer)
+    model, sparsifier = sparse_layer("srste", weight, n=n, m=m, decay=decay)
+    optimizer = attached(sparsifier, torch.optim.SGD(model.parameters(), lr=0.0))
     model(torch.eye(weight.shape[1])).backward(gout.t())  # dW = Gᵀ·I = gout
     optimizer.step()
     torch.testing.assert_close(model[0].weight.grad, g[f"gw_{n}_{m}"], rtol=1e-6, atol=1e-9)
@@ -62,7 +48,7 @@ def test_srste_gradients_of_every_pattern_equal_golden(n, m):
 
 def test_sste_layer_equals_golden():
     g = load("sste")
-    model, _ = layer_from(g, "sste", mvue="none")
+    model, _ = sparse_layer("sste", g["lin_w"], g["lin_b"], mvue="none")
     torch.testing.assert_close(model[0].sparsity.beta, g["lin_beta"], rtol=1e-6, atol=0)
     y, gx = run(model, g)
     close(y, g["lin_y"])
@@ -71,9 +57,10 @@ def test_sste_layer_equals_golden():
     close(model[0].bias.grad, g["lin_gb"])
 
 
-def test_the_mean_over_many_steps_is_the_dense_gradient():
+@pytest.mark.parametrize("estimator", ["approximate", "exact"])
+def test_the_mean_over_many_steps_is_the_dense_gradient(estimator):
     g = load("sste")
-    model, sparsifier = layer_from(g, "sste", seed=5)
+    model, sparsifier = sparse_layer("sste", g["lin_w"], g["lin_b"], seed=5, estimator=estimator)
     total, draws = torch.zeros_like(g["lin_gw"]), 1000
     for step in range(draws):
         sparsifier._state.set_step(step)
@@ -84,20 +71,23 @@ def test_the_mean_over_many_steps_is_the_dense_gradient():
     assert ((total / draws - g["lin_gw"]).abs() < 5 * spread / draws**0.5).all()
 
 
-@pytest.mark.parametrize(("method", "kind"), [("ste", "hard"), ("dense", "hard"), ("sste", "soft")])
-def test_flip_rates_equal_golden(method, kind):
+@pytest.mark.parametrize(
+    ("method", "kind", "options"),
+    [
+        ("ste", "hard", {}),
+        ("dense", "hard", {}),
+        ("sste", "soft", {}),
+        ("tsrste", "trans", {"dense_tail": 0.0, "refresh": 1, "decay": 0.0}),
+    ],
+)
+def test_flip_rates_equal_golden(method, kind, options):
     g = load("flip_rate")
-    model = nn.Sequential(nn.Linear(64, 32, bias=False))
+    model, sparsifier = sparse_layer(method, g["w"][0], **options)
+    optimizer = attached(sparsifier, torch.optim.SGD(model.parameters(), lr=1.0))
     weight = model[0].weight
-    with torch.no_grad():
-        weight.copy_(g["w"][0])
-    sparsifier = sp.sparsify(model, method, targets="0")
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    sparsifier.attach(optimizer)
     assert "flip_rate" not in sparsifier.metrics()
     for new, mask, rate in zip(g["w"][1:], g[f"{kind}_mask"][1:], g[f"{kind}_flip"], strict=True):
-        with torch.no_grad():
-            weight.copy_(new)  # an edit between steps does not count as a comparison
+        weight.data.copy_(new)  # an edit between steps does not count as a comparison
         weight.grad = torch.zeros_like(weight)
         optimizer.step()
         assert sparsifier.metrics()["flip_rate"] == pytest.approx(float(rate), abs=1e-7)

@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
-from sparse_cases import CASES, IDS, Net, build, draw, optimizer_for, sparsify, train
+from small_loops import attached, train
+from small_models import Net, draw
+from sparse_cases import build, every_case, optimizer_for, sparsify
 from tiny_runs import assert_equal_bits
 
 import sparsepretrain as sp
@@ -18,27 +20,20 @@ def on_meta(method, options):
     return model, sparsifier
 
 
-def fill(model, value=float("nan")):
-    """What uninitialized memory may hold."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data.fill_(value if tensor.is_floating_point() else 7)
-
-
 def initialize(model, source):
     with torch.no_grad():
         for name, parameter in source.named_parameters():
             model.get_parameter(name).copy_(parameter)
 
 
-@pytest.mark.parametrize(("method", "options"), CASES, ids=IDS)
+@every_case
 def test_reset_after_to_empty_equals_a_model_made_in_memory(method, options):
     expected, its_optimizer, _ = build(method, options)
     model, sparsifier = on_meta(method, options)
     model.to_empty(device="cpu")
     initialize(model, Net())
     sparsifier.reset()
-    optimizer = optimizer_for(method, model.parameters())
-    sparsifier.attach(optimizer)
+    optimizer = attached(sparsifier, optimizer_for(method, model.parameters()))
     assert_equal_bits(model.state_dict(), expected.state_dict())
     train(model, optimizer, 0, 3)
     train(expected, its_optimizer, 0, 3)
@@ -49,14 +44,15 @@ def test_reset_after_to_empty_equals_a_model_made_in_memory(method, options):
 def test_uninitialized_buffers_are_refused(method):
     model, _ = on_meta(method, {"at": 0.0} if method == "asp" else {})
     model.to_empty(device="cpu")
-    fill(model, 0.0)
+    for buffer in model.buffers():  # memory may hold anything
+        buffer.fill_(0 if buffer.is_floating_point() else 7)
     initialize(model, Net())
     with pytest.raises(ConfigError, match=r"'fc1' .*sparsifier\.reset\(\)"):
         model(draw(2, 16))
 
 
 @pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize(("method", "options"), CASES, ids=IDS)
+@every_case
 def test_dense_state_dict_before_the_first_step_sets_initial_weights(method, options, assign):
     dense = Net(seed=5)
     expected = copy.deepcopy(dense)
@@ -98,15 +94,12 @@ def test_a_dense_state_dict_after_a_step_keeps_the_scale():
 def test_reset_equals_a_fresh_sparsifier():
     model, optimizer, sparsifier = build("sste")
     train(model, optimizer, 0, 3)
-    with torch.no_grad():
-        for name, parameter in Net().named_parameters():
-            model.get_parameter(name).copy_(parameter)
+    initialize(model, Net())
     sparsifier.reset()
     assert sparsifier.completed_steps == 0 and "flip_rate" not in sparsifier.metrics()
     expected, its_optimizer, _ = build("sste", cls=torch.optim.SGD)
     sparsifier.detach()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    sparsifier.attach(optimizer)
+    optimizer = attached(sparsifier, torch.optim.SGD(model.parameters(), lr=1e-2))
     train(model, optimizer, 0, 3)
     train(expected, its_optimizer, 0, 3)
     assert_equal_bits(model.state_dict(), expected.state_dict())

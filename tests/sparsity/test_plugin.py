@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from sparse_cases import build, train
+from small_loops import train
+from sparse_cases import build
 from torch import nn
 
 import sparsepretrain as sp

@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from small_loops import attached
 from tiny_runs import assert_equal_bits
 from torch import nn
 from torch.distributed.checkpoint.hf_storage import (
@@ -34,10 +35,6 @@ def pair(method="srste", **options):
     return model, sp.sparsify(model, method, **targets, total_steps=6, **options)
 
 
-def plain_shard(tensor):
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def sgd(model):
     return torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
 
@@ -61,9 +58,7 @@ def sharded(mesh, method="srste", **options):
     model, sparsifier = pair(method, **options)
     sparsifier.prepare_sharding()
     fully_shard(model, mesh=mesh)
-    optimizer = sgd(model)
-    sparsifier.attach(optimizer)
-    return model, sparsifier, optimizer
+    return model, sparsifier, attached(sparsifier, sgd(model))
 
 
 @pytest.mark.parametrize(
@@ -71,26 +66,21 @@ def sharded(mesh, method="srste", **options):
 )
 def test_one_shard_trains_like_the_unsharded_model(mesh, method, options):
     plain, alone = pair(method, **options)
-    optimizer = sgd(plain)
-    alone.attach(optimizer)
+    optimizer = attached(alone, sgd(plain))
     model, sparsifier, steps = sharded(mesh, method, **options)
     assert isinstance(model[0].weight, DTensor)
     assert train(model, sparsifier, steps) == train(plain, alone, optimizer)
     assert sparsifier.metrics() == alone.metrics()
-    for name, mask in alone.masks().items():
-        assert torch.equal(mask, sparsifier.masks()[name])
+    assert_equal_bits(sparsifier.masks(), alone.masks())
     assert str(prove(sparsifier)) == str(prove(alone))
-    theirs = plain.state_dict()
-    for name, value in model.state_dict().items():
-        assert torch.equal(whole(value), theirs[name]), name
+    found = {name: whole(value) for name, value in model.state_dict().items()}
+    assert_equal_bits(found, dict(plain.state_dict()))
     assert isinstance(model.state_dict()["0.sparsity.previous_mask"], DTensor)
 
 
 def test_state_dict_loads_into_shards(mesh):
     plain, alone = pair("asp", at=0.0)
-    optimizer = sgd(plain)
-    alone.attach(optimizer)
-    train(plain, alone, optimizer)
+    train(plain, alone, attached(alone, sgd(plain)))
     state = copy.deepcopy(plain.state_dict())
     model, sparsifier, _ = sharded(mesh, "asp", at=0.0)
     own = model.state_dict()
@@ -212,17 +202,16 @@ def test_operands_of_another_phase_are_refused(mesh, resharded):
             model(x)
 
 
-@pytest.mark.parametrize("attached", [False, True])
-def test_a_sharded_state_dict_is_written_as_safetensors_and_read_again(mesh, tmp_path, attached):
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_sharded_state_dict_is_written_as_safetensors_and_read_again(mesh, tmp_path, trained):
     model, sparsifier = pair("sste")
     sparsifier.prepare_sharding()
     fully_shard(model, mesh=mesh)
-    if attached:
-        optimizer = sgd(model)
-        sparsifier.attach(optimizer)
-        train(model, sparsifier, optimizer, steps=2)
+    if trained:
+        train(model, sparsifier, attached(sparsifier, sgd(model)), steps=2)
     state = {key: value for key, value in model.state_dict().items() if "counters" not in key}
-    assert not any(isinstance(plain_shard(value), MasterShard) for value in state.values())
+    shards = [v._local_tensor if isinstance(v, DTensor) else v for v in state.values()]
+    assert not any(isinstance(shard, MasterShard) for shard in shards)
     writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
     dcp.save(state, storage_writer=writer)
     expected = {key: whole(value).clone() for key, value in state.items()}
@@ -271,8 +260,7 @@ def test_tensor_parallelism_is_refused(mesh, prepared):
 def test_a_model_from_the_meta_device_trains_like_one_made_in_memory(mesh, method, filled):
     whole_model, its_sparsifier = pair(method)
     weights = {k: v.clone() for k, v in whole_model.named_parameters() if "sparsity" not in k}
-    its_optimizer = sgd(whole_model)
-    its_sparsifier.attach(its_optimizer)
+    its_optimizer = attached(its_sparsifier, sgd(whole_model))
     with torch.device("meta"):
         model, sparsifier = pair(method)
     sparsifier.prepare_sharding()
@@ -285,8 +273,7 @@ def test_a_model_from_the_meta_device_trains_like_one_made_in_memory(mesh, metho
         with torch.no_grad():
             for name, value in weights.items():
                 plain(model.get_parameter(name)).copy_(value)
-    optimizer = sgd(model)
-    sparsifier.attach(optimizer)
+    optimizer = attached(sparsifier, sgd(model))
     if filled == "initialized":
         sparsifier.reset()
     assert train(model, sparsifier, optimizer) == train(whole_model, its_sparsifier, its_optimizer)

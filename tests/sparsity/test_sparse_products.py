@@ -4,26 +4,18 @@ import copy
 
 import pytest
 import torch
-from product_cases import assert_close, magnitudes, outputs
-from sparse_cases import (
-    CASES,
-    IDS,
-    PACKED,
-    SETTLED,
-    STEPS,
-    Layer,
-    Mixed,
-    draw,
-    into_sparse_phase,
-    packed,
-)
+from operands import into_sparse_phase, packed
+from product_cases import Stopwatch, assert_close, cut_groups, magnitudes, outputs, train_in_bf16
+from small_loops import attached
+from small_models import Layer, Mixed, draw
+from sparse_cases import CASES, IDS, PACKED, SETTLED, STEPS
+from tiny_runs import assert_equal_bits
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparsepretrain as sp
 from sparsepretrain import kernels, registry
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity import Method, MethodOptions, Projection, Row, products
+from sparsepretrain.sparsity import Projection, products
 from sparsepretrain.sparsity import backend as backends
 from sparsepretrain.sparsity.products import DENSE
 
@@ -62,14 +54,10 @@ def test_sparse_matmuls_equal_emulated_ones(method, kind, bias, dtype, monkeypat
     assert set(layer.emulated.values()) == {""}
 
 
-def two_of_four(options):
-    return (options.get("n", 2), options.get("m", 4)) == (2, 4)
-
-
 VARIANTS = [
     pytest.param(*case, id=name)
     for case, name in zip(CASES, IDS, strict=True)
-    if case[1] and case[0] in PACKED and two_of_four(case[1])
+    if case[1] and case[0] in PACKED and not {"n", "m"} & {*case[1]}  # 2:4
 ]
 
 
@@ -84,23 +72,8 @@ def test_any_number_of_tokens_equals_emulation(method, shape, monkeypatch):
     """Zeros fill up the tokens; groups of four that samples cut are emulated, and it is said."""
     handle = same_products(method, {}, torch.bfloat16, monkeypatch, shape=shape)
     (layer,) = handle.coverage().layers
-    why = {
-        (3, 5): "samples of 5 tokens, no multiple of 4",
-        (2, 10): "samples of 10 tokens, no multiple of 4",
-    }
     if method == "tsrste":
-        assert layer.emulated == {"fprop": "", "dgrad": "", "wgrad": why.get(shape, "")}
-
-
-def counted(monkeypatch):
-    calls = []
-
-    def compress(x):
-        calls.append(tuple(x.shape))
-        return sp.kernels.compress_24(x)
-
-    monkeypatch.setattr(products, "compress_24", compress)
-    return calls
+        assert layer.emulated == {"fprop": "", "dgrad": "", "wgrad": cut_groups(shape)}
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
@@ -118,21 +91,18 @@ def test_weights_are_packed_once_per_step(
 ):
     model = nn.Sequential(Layer(), nn.Linear(256, 128), Layer())
     handle = sparsify(model, method, options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle.attach(optimizer)
+    optimizer = attached(handle, torch.optim.SGD(model.parameters(), lr=0.1))
     handle.store_operands(torch.bfloat16)
     handle.choose_products({"0.fc": (2, 8, 128), "2.fc": (2, 8, 128)})
     own = handle.layers["0.fc"].sparsity
     addresses = [part.data.data_ptr() for part in own.cache._kept[True][:2]]
-    calls = counted(monkeypatch)
+    calls = []
+    monkeypatch.setattr(
+        products, "compress_24", lambda x: calls.append(x) or kernels.compress_24(x)
+    )
     for step in range(3):
         calls.clear()
-        for micro in range(micro_batches):
-            with torch.autocast("cpu", torch.bfloat16):
-                y = model(draw(2, 8, 128, seed=9 * step + micro, dtype=torch.float32))
-            y.float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_in_bf16(model, optimizer, step, step + 1, micro_batches=micro_batches)
         assert len(calls) == 2 * (weights + gradients * micro_batches), "layers × operands"
     assert [part.data.data_ptr() for part in own.cache._kept[True][:2]] == addresses
 
@@ -154,29 +124,6 @@ def test_evaluation_masks_and_copies_are_those_of_emulation():
         assert model.train()(x).shape == (2, 8, 256)
     assert "semi_structured" in repr(handle) and "semi_structured" in repr(model)
     assert torch.equal(sp.densify(model)(x), sp.densify(twin)(x))
-
-
-def test_compiled_block_is_one_graph_and_equals_eager(method="tsrste"):
-    torch._dynamo.reset()
-    results, counter = [], CompileCounterWithBackend("aot_eager")
-    for compiled in (False, True):
-        model = nn.Sequential(Layer())
-        handle = sparsify(model, method)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        handle.attach(optimizer)
-        handle.store_operands(torch.bfloat16)
-        if compiled:
-            model[0].compile(backend=counter, fullgraph=True)
-        for step in range(3):
-            with torch.autocast("cpu", torch.bfloat16):
-                y = model(draw(2, 8, 128, seed=step, dtype=torch.float32))
-            y.float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert handle.layers["0.fc"].sparsity.products.packs == PACKED[method]
-        results.append([p.detach().clone() for p in model.parameters()])
-    assert counter.frame_count == 1
-    torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-5)
 
 
 def test_operands_are_packed_in_sparse_phases_only():
@@ -225,14 +172,12 @@ def test_backend_without_a_supported_matmul_is_refused(method, options, why):
 def test_unsupported_machine_is_refused_or_emulated(monkeypatch):
     reason = "this machine has no CUDA device"
     monkeypatch.setattr(backends, "unsupported", lambda device, **_: reason)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=f"semi_structured: no product can be sparse: {reason}"):
         sparsify(Layer(), "sste")
-    assert f"backend=semi_structured: no product can be sparse: {reason}" in str(refused.value)
     model, twin = Layer(), Layer()
     handle = sparsify(model, "sste", backend="auto")
     sparsify(twin, "sste", backend="emulate")
-    for a, b in zip(outputs(model, torch.bfloat16), outputs(twin, torch.bfloat16), strict=True):
-        assert torch.equal(a, b)
+    assert_equal_bits(outputs(model, torch.bfloat16), outputs(twin, torch.bfloat16))
     assert handle.coverage().chosen == f"backend auto: all products are emulated: {reason}"
     assert handle.backend["products"] == []
 
@@ -269,28 +214,6 @@ def test_fp32_matmuls_are_refused_or_emulated():
     assert "not in float32" in handle.coverage().chosen
 
 
-class Stopwatch:
-    """Durations by product: those of sparse ones in units of emulated ones.
-
-    ``packing``: of weights, in the same unit.
-    """
-
-    def __init__(self, monkeypatch, packing=0.0, **factors):
-        self.factors, self.packing, self.calls = factors, packing, 0
-        monkeypatch.setattr(backends, "medians", self.medians)
-
-    def medians(self, works, device):
-        self.calls += 1
-        return {name: self.seconds(run) for name, run in works.items()}
-
-    def seconds(self, run):
-        run()
-        product, *prepared = run.args
-        if not product.packs:
-            return 1e-3
-        return 1e-3 * (self.factors[product.packs] + (0 if prepared else self.packing))
-
-
 def test_auto_uses_the_faster_matmul(monkeypatch):
     clock = Stopwatch(monkeypatch, A=0.5, B=1.5, U=0.9)
     model = nn.Sequential(Layer(), nn.Linear(256, 128), Layer())
@@ -308,11 +231,8 @@ def test_auto_uses_the_faster_matmul(monkeypatch):
     assert handle.backend["chosen"] == coverage.chosen
     assert coverage.layers[0].emulated["dgrad"] == "slower: 1500 µs, emulated 1000 µs"
     table = {row["product"]: row for row in handle.backend["products"]}
-    assert [table[k]["runs"] for k in ("fprop", "dgrad", "wgrad")] == [
-        "sparse",
-        "emulated",
-        "sparse",
-    ]
+    runs = {product: row["runs"] for product, row in table.items()}
+    assert runs == {"fprop": "sparse", "dgrad": "emulated", "wgrad": "sparse"}
     assert table["dgrad"]["tokens"] == 16 and table["dgrad"]["dtype"] == "bfloat16"
 
 
@@ -335,7 +255,7 @@ def test_only_the_packed_operand_of_a_timing_has_zeros(method, monkeypatch):
 
     def multiply(packed, dense, *rest, **flags):
         seen.append((dense == 0).float().mean().item())
-        return sp.kernels.matmul_24(packed, dense, *rest, **flags)
+        return kernels.matmul_24(packed, dense, *rest, **flags)
 
     monkeypatch.setattr(products, "matmul_24", multiply)
     handle = sparsify(Layer(), method, backend="auto")
@@ -351,7 +271,7 @@ def test_token_counts_share_padded_matmul_sizes(method, monkeypatch):
 
     def multiply(packed, dense, bias=None, **flags):
         sizes.add((tuple(packed.shape), tuple(dense.shape), *flags.values()))
-        return sp.kernels.matmul_24(packed, dense, bias, **flags)
+        return kernels.matmul_24(packed, dense, bias, **flags)
 
     monkeypatch.setattr(products, "matmul_24", multiply)
     model = Layer()
@@ -363,18 +283,6 @@ def test_token_counts_share_padded_matmul_sizes(method, monkeypatch):
     assert len(sizes) == 2 * len(PACKED[method])
 
 
-def test_choose_products_times_before_compilation(monkeypatch):
-    Stopwatch(monkeypatch, A=0.5, U=2.0)
-    model = Layer()
-    handle = sparsify(model, "sste", backend="auto")
-    handle.store_operands(torch.bfloat16)
-    handle.choose_products({"fc": (2, 8, 128)})
-    assert model.fc.sparsity.products.packs == "A" and handle.backend["products"]
-    twin = Layer()
-    sparsify(twin, "sste").store_operands(torch.bfloat16)
-    assert torch.equal(outputs(model, torch.bfloat16)[0], outputs(twin, torch.bfloat16)[0])
-
-
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError])
 @pytest.mark.parametrize("backend", ["semi_structured", "auto"])
 def test_failing_matmul_is_emulated(backend, kind, monkeypatch):
@@ -384,7 +292,7 @@ def test_failing_matmul_is_emulated(backend, kind, monkeypatch):
     def multiply(packed, dense, *rest, **flags):
         if not flags["transpose_result"]:
             raise kind(reason)
-        return sp.kernels.matmul_24(packed, dense, *rest, **flags)
+        return kernels.matmul_24(packed, dense, *rest, **flags)
 
     monkeypatch.setattr(products, "matmul_24", multiply)
     model = Layer()
@@ -423,29 +331,19 @@ def test_odd_sizes_are_emulated_with_a_reason(sizes, reasons):
     for product, reason in zip(("fprop", "dgrad", "wgrad"), reasons, strict=True):
         assert covered.emulated[product].startswith(reason or "not tried yet")
     refused = [why for why in reasons if why]
-    told = str(handle.coverage())
-    assert all(f": {why}" in told for why in refused)
+    assert all(f": {why}" in str(handle.coverage()) for why in refused)
 
 
-def test_operand_that_is_not_2_4_is_an_error():
-    class Wrong(Method):
-        Options = MethodOptions
-
-        @property
-        def sparse_row(self):
-            return Row(A=self.nm("W"))
-
+def test_operand_that_is_not_2_4_is_an_error(monkeypatch):
+    class Wrong(registry.get("method", "ste")):
         def project(self, weight, layer):
             return Projection(weight.clone(), None)
 
-    registry.register("method", "wrong")(Wrong)
-    try:
-        model = Layer()
-        sparsify(model, "wrong")
-        with pytest.raises(ValueError, match="more than two non-zeros"):
-            outputs(model, torch.bfloat16)
-    finally:
-        registry._registered["method"].pop("wrong")
+    monkeypatch.setitem(registry._registered["method"], "ste", Wrong)
+    model = Layer()
+    sparsify(model, "ste")
+    with pytest.raises(ValueError, match="more than two non-zeros"):
+        outputs(model, torch.bfloat16)
 
 
 @pytest.mark.parametrize("choice", [True, False])
@@ -461,19 +359,15 @@ def test_samples_are_packed_without_a_transpose(choice, monkeypatch):
         drawn.append(kernels.mvue24.mvue(*args, **options))
         return drawn[-1]
 
-    def compress(x):
-        packed.append(x)
-        return kernels.compress_24(x)
-
     monkeypatch.setitem(vars(kernels), "mvue", mvue)
-    monkeypatch.setattr(products, "compress_24", compress)
+    monkeypatch.setattr(
+        products, "compress_24", lambda x: packed.append(x) or kernels.compress_24(x)
+    )
     expected, got = Layer(), Layer()
     sparsify(expected, "sste")
     if not choice:
         monkeypatch.setitem(registry._registered["method"], "sste", Own)
     sparsify(got, "sste")
     shape = 2, 256  # without zeros to fill up tokens
-    pairs = zip(outputs(expected, dtype, shape), outputs(got, dtype, shape), strict=True)
-    for a, b in pairs:
-        assert torch.equal(a, b)
+    assert_equal_bits(outputs(expected, dtype, shape), outputs(got, dtype, shape))
     assert (packed[-1].data_ptr() == drawn[-1].data_ptr()) == choice

@@ -1,24 +1,12 @@
 """Riding on the optimizer: decay once, loss scales, closures, phases, metrics."""
 
 import copy
-import warnings
 
 import pytest
 import torch
-from sparse_cases import (
-    CASES,
-    CONVOLVED,
-    IDS,
-    ConvNet,
-    Net,
-    build,
-    draw,
-    everything,
-    gradients,
-    ids,
-    sparsify,
-    train,
-)
+from small_loops import attached, everything, gradients, said, train
+from small_models import Net, draw
+from sparse_cases import CASES, build, every_net, sparsify
 from tiny_runs import assert_equal_bits
 from torch import nn
 
@@ -77,7 +65,7 @@ def scaled_run(method, options, scale, *, fused, unscale, cls=torch.optim.AdamW)
     return everything(model, optimizer, sparsifier), sparsifier.metrics()
 
 
-# the published ε in the rescaling factor of SDGP is absolute: it has a test of its own below
+# the published ε is absolute: tests/defects, test_small_gradients_keep_their_norm
 SCALE_FREE = [case for case in CASES if case != ("sdgp", {"epsilon": 1e-4})]
 
 
@@ -86,23 +74,8 @@ SCALE_FREE = [case for case in CASES if case != ("sdgp", {"epsilon": 1e-4})]
 def test_steps_do_not_depend_on_the_loss_scale(method, options, unscale):
     expected = scaled_run(method, options, 1, fused=False, unscale=unscale)
     for scale in (2.0**8, 2.0**16):
-        assert_equal_bits(
-            scaled_run(method, options, scale, fused=False, unscale=unscale), expected
-        )
-
-
-def test_only_the_published_epsilon_of_sdgp_depends_on_the_loss_scale():
-    x, gy = draw(8, 8, 16, seed=1), draw(8, 8, 32, seed=2)
-    differences = []
-    for epsilon in (1e-4, 0.0):
-        model, _, _ = build("sdgp", {"epsilon": epsilon})
-        inputs = x.clone().requires_grad_()
-        grads = [
-            torch.autograd.grad(model.fc1(inputs), inputs, gy * scale)[0] / scale
-            for scale in (1.0, 2.0**-12)
-        ]
-        differences.append(float((grads[1] - grads[0]).abs().max() / grads[0].abs().max()))
-    assert 0.01 < differences[0] < 0.3 and differences[1] == 0
+        found = scaled_run(method, options, scale, fused=False, unscale=unscale)
+        assert_equal_bits(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -151,25 +124,22 @@ def test_overflow_is_not_counted_as_a_step(method, options, fused):
     settings = {"fused": True} if fused else {}
     model, optimizer, sparsifier = build(method, options, dtype=torch.float32, **settings)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
-    train_scaled = draw(4, 8, 16, dtype=torch.float32)
+    x = draw(4, 8, 16, dtype=torch.float32)
 
-    def step(poison):
-        loss = model(train_scaled).square().mean()
-        scaler.scale(loss * (torch.inf if poison else 1)).backward()
+    def step(factor):
+        scaler.scale(model(x).square().mean() * factor).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
 
-    step(False)
-    weights = copy.deepcopy(model.state_dict())
-    metrics = sparsifier.metrics()
-    step(True)
-    assert sparsifier.completed_steps == 1
-    assert_equal_bits(model.state_dict(), weights)
-    assert sparsifier.metrics() == metrics
-    step(False)
+    step(1)
+    before, metrics = copy.deepcopy(model.state_dict()), sparsifier.metrics()
+    step(torch.inf)
+    assert sparsifier.completed_steps == 1 and sparsifier.metrics() == metrics
+    assert_equal_bits(model.state_dict(), before)
+    step(1)
     assert sparsifier.completed_steps == 2
-    assert not torch.equal(model.fc1.weight, weights["fc1.weight"])
+    assert not torch.equal(model.fc1.weight, before["fc1.weight"])
 
 
 @pytest.mark.parametrize("stated", [False, True])
@@ -211,23 +181,22 @@ def test_forwards_before_the_first_backward_are_counted():
 def test_closures_equal_plain_steps(style, decay_on):
     options = {"decay": 0.3, "decay_on": decay_on}
     twins = [build("srste", options, cls=torch.optim.SGD, lr=0.1) for _ in range(2)]
-    for step in range(3):
-        x = draw(8, 16, seed=step)
-        for closed, (model, optimizer, _) in enumerate(twins):
+    for closed, (model, optimizer, _) in enumerate(twins):
+        for step in range(3):
 
-            def closure(model=model, optimizer=optimizer, x=x):
+            def closure(model=model, optimizer=optimizer, step=step):
                 optimizer.zero_grad()
-                loss = model(x).square().sum()
+                loss = model(draw(8, 16, seed=step)).square().sum()
                 loss.backward()
                 return loss
 
-            if closed:
-                args = {"closure": closure} if style == "keyword" else {}
-                loss = optimizer.step(*([] if args else [closure]), **args)
-                assert loss.requires_grad
-            else:
+            if not closed:
                 closure()
                 optimizer.step()
+            elif style == "keyword":
+                assert optimizer.step(closure=closure).requires_grad
+            else:
+                assert optimizer.step(closure).requires_grad
     assert_equal_bits(twins[0][0].state_dict(), twins[1][0].state_dict())
     assert twins[0][2].metrics() == twins[1][2].metrics()
 
@@ -257,15 +226,13 @@ def test_lbfgs_converges():
 @pytest.mark.parametrize("update", ["init", "step"])
 def test_scale_is_frozen_or_follows_every_step(update):
     model, optimizer, sparsifier = build("sste", {"beta_update": update})
-    initial = model.fc1.sparsity.beta.clone()
-    train(model, optimizer, 0, 3)
     layer = model.fc1
+    initial = layer.sparsity.beta.clone()
+    train(model, optimizer, 0, 3)
     soft = sparsifier.method._soft(layer.weight.detach(), 1)
     current = (layer.weight * soft).sum() / (soft * soft).sum()
-    if update == "init":
-        assert torch.equal(layer.sparsity.beta, initial)
-    else:
-        assert not torch.equal(layer.sparsity.beta, initial)
+    assert torch.equal(layer.sparsity.beta, initial) == (update == "init")
+    if update == "step":
         torch.testing.assert_close(layer.sparsity.beta.double(), current.detach())
     forward = layer.sparsity.project(layer.weight).forward
     torch.testing.assert_close(forward, soft * layer.sparsity.beta)
@@ -298,36 +265,31 @@ def test_weight_sampling_draws_once_per_step():
     assert not torch.equal(backward_weight() != 0, first != 0)
 
 
-@pytest.mark.parametrize("what", ["step", "micro", "layer", "seed"])
-def test_noise_differs_by_step_micro_batch_layer_and_seed(what):
-    model, _, sparsifier = build("sste")
-    x, gy = draw(8, 16, seed=1), draw(8, 32, seed=2)
+CHANGES = {
+    "step": lambda sparsifier, state: state.model.set_step(1),
+    "micro-batch": lambda sparsifier, state: sparsifier.micro_batch(1),
+    "layer": lambda sparsifier, state: setattr(state, "_index", 1),
+    "seed": lambda sparsifier, state: setattr(state.model, "seed", 4),
+}
 
-    def wgrad(layer=None):
-        layer = layer or model.fc1
-        layer.weight.grad = None
-        layer(x).backward(gy)
-        return layer.weight.grad.clone()
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_noise_differs_by_step_micro_batch_layer_and_seed(change):
+    model, _, sparsifier = build("sste")
+
+    def wgrad():
+        model.fc1.weight.grad = None
+        model.fc1(draw(8, 16, seed=1)).backward(draw(8, 32, seed=2))
+        return model.fc1.weight.grad
 
     sparsifier.micro_batch(0)
     first = wgrad()
     assert torch.equal(wgrad(), first)
-    if what == "step":
-        sparsifier._state.set_step(1)
-    elif what == "micro":
-        sparsifier.micro_batch(1)
-    elif what == "layer":
-        model.fc1.sparsity._index = 1
-    else:
-        model.fc1.sparsity.model.seed = 4
+    change(sparsifier, model.fc1.sparsity)
     assert not torch.equal(wgrad(), first)
 
 
-@pytest.mark.parametrize(
-    ("method", "options", "net"),
-    [(*case, Net) for case in CASES] + [(*case, ConvNet) for case in CONVOLVED],
-    ids=[*IDS, *(f"{name}-convolutions" for name in ids(CONVOLVED))],
-)
+@every_net
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_keeps_fp32_gradients_and_masters(method, options, net, dtype):
     model, optimizer, sparsifier = build(method, options, dtype=torch.float32, net=net)
@@ -369,8 +331,7 @@ def test_decay_on_weights_uses_the_group_learning_rate():
         {"params": [model.fc1.weight], "lr": 0.5},
         {"params": [model.fc2.weight], "lr": torch.tensor(0.25)},
     ]
-    optimizer = torch.optim.SGD(groups, lr=0.0)
-    sparsifier.attach(optimizer)
+    optimizer = attached(sparsifier, torch.optim.SGD(groups, lr=0.0))
     optimizer.load_state_dict(optimizer.state_dict())  # replaces the groups
     before = {k: v.weight.detach().clone() for k, v in sparsifier.layers.items()}
     masks = {k: v.clone() for k, v in sparsifier.masks().items()}
@@ -421,15 +382,6 @@ def test_the_flip_baseline_survives_a_resume(attach_first):
     other.step()
     flips = (sparsifier.masks()["fc1"] != handle.masks()["fc1"]).sum()
     assert flips > 0 and handle.metrics()["flip_rate"] == float(flips) / (2 * 16 * 32)
-
-
-def test_loaded_scale_takes_effect():
-    model, _, _ = build("sste")
-    x = draw(2, 16)
-    before = model.fc1(x)
-    model.load_state_dict({"fc1.sparsity.beta": model.fc1.sparsity.beta * 2}, strict=False)
-    bias = model.fc1.bias
-    torch.testing.assert_close(model.fc1(x) - bias, 2 * (before - bias))
 
 
 @pytest.mark.parametrize(("method", "needed"), [("ste", False), ("sste", False), ("srste", True)])
@@ -484,12 +436,9 @@ def test_dense_layers_are_compared_by_the_masks_of_the_rule(method, options, mon
     [(torch.bfloat16, 6e-6, 1), (torch.bfloat16, 1.0, 0), (torch.float32, 6e-6, 0)],
     ids=["lost", "large enough", "fp32"],
 )
-def test_decay_lost_to_rounding_warns_once(dtype, decay, told):
+def test_decay_lost_to_rounding_warns_once(dtype, decay, told, recwarn):
     """λW is added to G: beside a gradient of its usual size bf16 has no bits for it."""
     model, optimizer, _ = build("srste", {"decay": decay}, dtype=dtype)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train(model, optimizer, 0, 4)
-    lines = [str(w.message) for w in caught if "masked decay changes only" in str(w.message)]
-    assert len(lines) == told
-    assert all("bfloat16" in line for line in lines)
+    train(model, optimizer, 0, 4)
+    lines = [line for line in said(recwarn) if "masked decay changes only" in line]
+    assert len(lines) == told and all("bfloat16" in line for line in lines)

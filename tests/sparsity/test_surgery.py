@@ -4,11 +4,15 @@ import copy
 import pickle
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
-from sparse_cases import ConvNet, Net, build, draw, sparsify, train
+from small_loops import attached, train
+from small_models import ConvNet, Net, draw
+from sparse_cases import build, sparsify
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import sparsepretrain as sp
 from sparsepretrain.errors import CheckpointError, ConfigError
@@ -31,12 +35,37 @@ class Shared(nn.Module):
         return self.alias(self.second(self.block(self.first(x))))
 
 
+class Experts(nn.Module):
+    """Experts as transformers keeps them: one parameter for all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 16, 32))
+
+
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 16)
+        self.mlp = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
+        self.mlp.experts = Experts()
+
+
 class OwnForward(nn.Linear):
     def forward(self, x):
         return super().forward(x) + 1
 
 
+class OwnConvolution(nn.Conv2d):
+    def _conv_forward(self, input, weight, bias):
+        return super()._conv_forward(input, weight * 2, bias)
+
+
 class Named(nn.Linear):
+    """A subclass that keeps the forward."""
+
+
+class NamedConvolution(nn.Conv2d):
     """A subclass that keeps the forward."""
 
 
@@ -52,25 +81,28 @@ def twice():
     return model
 
 
+def convolutions(*widths, **options):
+    return nn.Sequential(*[nn.Conv2d(i, o, 1, **options) for i, o in pairwise(widths)])
+
+
+ALL = {"targets": "*"}
+WEIGHT = {"targets": "*", "mvue": "weight"}
+FP8, REFERENCE = {"name": "fp8_sim"}, {"name": "fp8", "recipe": "reference"}
+ATTENTION = nn.Sequential(nn.Linear(16, 16), nn.MultiheadAttention(16, 2))
 REFUSALS = {
     "no match": (Net, "ste", {"targets": ["mlp.*"]}, "targets: .*'mlp."),
     "near": (Net, "ste", {"targets": ["fc3"]}, "did you mean 'fc"),
     "one of two": (Net, "ste", {"targets": ["fc1", "nope*"]}, "matches 'nope.'"),
     "no linear": (Net, "ste", {"targets": []}, "targets"),
-    "not a layer": (lambda: nn.Sequential(nn.Tanh()), "ste", {"targets": "*"}, "no linear layer"),
+    "not a layer": (nn.Sequential(nn.Tanh()), "ste", ALL, "no linear layer"),
     "twice": (twice, "srste", {}, "'fc1' is sparse already: call densify"),
-    "bare": (lambda: nn.Linear(8, 8), "ste", {"targets": "*"}, "bare layer"),
+    "bare": (nn.Linear(8, 8), "ste", ALL, "bare layer"),
     "tied": (tied, "ste", {"targets": "1"}, "shares its weight .0.weight, 1.weight."),
-    "own forward": (lambda: nn.Sequential(OwnForward(8, 8)), "ste", {"targets": "*"}, "own"),
-    "lazy": (lambda: nn.Sequential(nn.LazyLinear(8)), "ste", {"targets": "*"}, "no shape yet"),
-    "width": (lambda: nn.Sequential(nn.Linear(10, 8)), "ste", {"targets": "*"}, "in_features = 10"),
+    "own forward": (nn.Sequential(OwnForward(8, 8)), "ste", ALL, "'0' .OwnForward. has a forward"),
+    "lazy": (nn.Sequential(nn.LazyLinear(8)), "ste", ALL, "no shape yet"),
+    "width": (nn.Sequential(nn.Linear(10, 8)), "ste", ALL, "in_features = 10"),
     "wide group": (Net, "ste", {"n": 16, "m": 64}, "fc1.: in_features = 16 .* of 64"),
-    "weight width": (
-        lambda: nn.Sequential(nn.Linear(8, 6)),
-        "sste",
-        {"targets": "*", "mvue": "weight"},
-        "out_features = 6 ",
-    ),
+    "weight width": (nn.Sequential(nn.Linear(8, 6)), "sste", WEIGHT, "out_features = 6 "),
     "weight pattern": (Net, "sste", {"mvue": "weight", "m": 8}, "2:4 only"),
     "n": (Net, "ste", {"n": 5}, "1 ≤ n ≤ m"),
     "n zero": (Net, "ste", {"n": 0}, "1 ≤ n ≤ m"),
@@ -100,32 +132,67 @@ REFUSALS = {
     "backend": (Net, "ste", {"backend": "foo"}, "backend must be 'emulate' .* got 'foo'"),
     "backend null": (Net, "ste", {"backend": None}, "backend must be 'emulate' .* got None"),
     "kernels": (Net, "ste", {"backend": "triton"}, "backend 'triton' belongs to single kernels"),
-    "precision": (Net, "ste", {"precision": "int8"}, "precision"),
+    "precision": (Net, "ste", {"precision": "int8"}, "precision .* got 'int8'"),
+    "precision type": (Net, "ste", {"precision": 8}, "precision .* got 8"),
+    "precision name": (Net, "ste", {"precision": {"name": ["fp8"]}}, "precision .* got {'name'"),
+    "no precision name": (Net, "ste", {"precision": {"recipe": "hybrid"}}, "key 'precision.name'"),
+    "recipe": (Net, "ste", {"precision": FP8 | {"recipe": "foo"}}, "one of hybrid, reference"),
+    "fp8 recipe": (Net, "ste", {"precision": REFERENCE}, "recipe must be one of hybrid, e4m3"),
+    "recip": (Net, "ste", {"precision": FP8 | {"recip": "hybrid"}}, "precision.recip. .did you me"),
+    "experts": (Routed, "ste", {"targets": "*.experts.*"}, r"experts.up \(4, 16, 32\) of Experts"),
+    "attention": (ATTENTION, "ste", {"targets": ["0", "1"]}, r"1\.in_proj_weight \(48, 16\) of Mu"),
+    "projection": (nn.Sequential(nn.MultiheadAttention(8, 2)), "ste", ALL, r"out_proj.*of its own"),
+    **{
+        name: (nn.Sequential(wrap(nn.Linear(16, 16))), "srste", ALL, "'0' computes its weight")
+        for name, wrap in (
+            ("old spectral norm", nn.utils.spectral_norm),
+            ("spectral norm", parametrizations.spectral_norm),
+            ("weight norm", parametrizations.weight_norm),
+        )
+    },
+    "stem": (convolutions(3, 8), "ste", ALL, "layer '0': in_channels = 3 "),
+    "depthwise": (convolutions(8, 8, groups=8), "ste", ALL, "in_channels / groups = 1 "),
+    "outputs": (convolutions(8, 6), "tsrste", ALL, "out_channels = 6 "),
+    "group": (convolutions(8, 8, groups=4), "sdgp", ALL, "out_channels / groups = 2 "),
+    "mixing": (convolutions(8, 8, groups=2), "bimask", ALL, "bimask"),
+    "own convolution": (nn.Sequential(OwnConvolution(8, 8, 1)), "ste", ALL, "forward of its own"),
+    "lazy convolution": (nn.Sequential(nn.LazyConv2d(8, 1)), "ste", ALL, "no shape yet"),
+    "bare convolution": (nn.Conv2d(8, 8, 1), "ste", ALL, "the model is a bare layer"),
+    "1-d": (nn.Sequential(nn.Conv1d(8, 8, 1)), "ste", ALL, "of Conv1d, which cannot be"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSALS)
 def test_refusals_leave_the_model_unchanged(case):
-    make, method, options, words = REFUSALS[case]
-    model = make()
+    model, method, options, words = REFUSALS[case]
+    model = model if isinstance(model, nn.Module) else model()
     before = [(name, type(m), dict(m._buffers)) for name, m in model.named_modules()]
     hooks = len(model._forward_pre_hooks)
     with pytest.raises(ConfigError, match=words) as caught:
         sparsify(model, method, **options)
-    for message in caught.value.messages:
-        assert "\n" not in message and message
+    assert all(message and "\n" not in message for message in caught.value.messages)
     assert [(name, type(m), dict(m._buffers)) for name, m in model.named_modules()] == before
     assert len(model._forward_pre_hooks) == hooks
 
 
-def test_all_problems_are_reported_together():
-    model = nn.ModuleDict({"a": nn.Linear(10, 4), "b": nn.Linear(9, 4), "c": nn.Linear(8, 4)})
+@pytest.mark.parametrize(
+    ("model", "targets", "problems"),
+    [
+        (nn.ModuleDict({"a": nn.Linear(10, 4), "b": nn.Linear(9, 4)}), "*", ["= 10", "= 9"]),
+        (nn.ModuleDict({"c": nn.Linear(8, 4)}), ["x*", "y*"], ["'x", "'y"]),
+        (
+            convolutions(6, 6, 10, 6, 6, 6, 6),
+            "*",
+            ["'0', '1', '3' and 2 more: in_channels = 6", "layer '2': in_channels = 10"],
+        ),
+    ],
+    ids=["widths", "globs", "equal widths"],
+)
+def test_all_problems_are_reported_together(model, targets, problems):
     with pytest.raises(ConfigError) as caught:
-        sp.sparsify(model, "ste", targets="*")
-    assert len(caught.value.messages) == 2
-    with pytest.raises(ConfigError) as caught:
-        sp.sparsify(model, "ste", targets=["x*", "y*"])
-    assert len(caught.value.messages) == 2
+        sp.sparsify(model, "ste", targets=targets)
+    assert len(caught.value.messages) == len(problems)
+    assert all(problem in str(caught.value) for problem in problems)
 
 
 @pytest.mark.parametrize("model", [None, {}, torch.ones(2), [nn.Linear(4, 4)], nn.Linear])
@@ -164,11 +231,9 @@ def test_attach_twice_is_refused_and_detach_allows_it():
     train(model, optimizer, 0, 1)
     assert sparsifier.completed_steps == 0
     sparsifier.attach(torch.optim.SGD(model.parameters(), lr=0.1))
-    frozen = nn.Parameter(torch.ones(3))
-    partial = torch.optim.SGD([model.fc1.weight, frozen], lr=0.1)
     sparsifier.detach()
     with pytest.raises(ConfigError, match=r"optimizer: fc2$"):
-        sparsifier.attach(partial)
+        sparsifier.attach(torch.optim.SGD([model.fc1.weight], lr=0.1))
 
 
 def test_state_of_another_run_is_refused():
@@ -193,8 +258,7 @@ def test_module_under_two_names_is_replaced_once():
     assert list(sparsifier.layers) == ["first", "block.0"]
     assert model.second is model.first and type(model.second) is sparse_class(nn.Linear)
     assert model.first.weight is weight
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sparsifier.attach(optimizer)
+    optimizer = attached(sparsifier, torch.optim.SGD(model.parameters(), lr=0.1))
     model(torch.randn(4, 8)).sum().backward()
     gradient, mask = weight.grad.clone(), sparsifier.masks()["first"]
     expected = gradient + 2e-4 * weight.detach().masked_fill(mask, 0)
@@ -244,21 +308,20 @@ def test_subclasses_with_equal_names_are_kept_apart():
         assert type(model[0]) is cls
 
 
-def test_output_projection_of_attention_is_refused():
-    model = nn.ModuleDict({"a": nn.MultiheadAttention(8, 2)})
-    with pytest.raises(ConfigError, match=r"a\.out_proj.*forward of its own"):
-        sp.sparsify(model, "ste", targets="*")
-
-
-@pytest.mark.parametrize("cls", [nn.Linear, Named])
-def test_pickled_and_copied_layers_compute_the_same(cls, tmp_path):
-    model = nn.Sequential(cls(8, 8), nn.Tanh(), cls(8, 8))
+@pytest.mark.parametrize("cls", [nn.Linear, Named, nn.Conv2d, NamedConvolution])
+def test_pickled_and_copied_layers_compute_the_same(cls):
+    linear = issubclass(cls, nn.Linear)
+    layers = [cls(8, 8) if linear else cls(8, 8, 3, padding=1) for _ in range(2)]
+    model = nn.Sequential(layers[0], nn.Tanh(), layers[1])
     sp.sparsify(model, "sste", targets="*", seed=4)
-    x = draw(8, 8, dtype=torch.float32)
+    x = draw(*((8, 8) if linear else (1, 8, 4, 4)), dtype=torch.float32)
     expected = model(x)
     for copied in (pickle.loads(pickle.dumps(model)), copy.copy(model)):
         assert torch.equal(copied(x), expected)
         assert isinstance(copied[0], SparseLayer) and type(copied[0]) is type(model[0])
+    assert isinstance(model[0], cls) and "sste 2:4" in repr(model[0])
+    expected = pickle.loads(pickle.dumps(model)).eval()(x)
+    assert type(sp.densify(model)[0]) is cls and torch.equal(model(x), expected)
 
 
 def test_pickle_loads_in_a_fresh_process(tmp_path):
@@ -278,7 +341,7 @@ def test_pickle_loads_in_a_fresh_process(tmp_path):
 def test_scale_stays_fp32_in_low_precision():
     model, _, _ = build("sste", dtype=torch.float32)
     beta = model.fc1.sparsity.beta.clone()
-    for convert in (lambda: model.bfloat16(), lambda: model.half(), lambda: model.to("cpu")):
+    for convert in (model.bfloat16, model.half, model.cpu):
         convert()
         assert model.fc1.sparsity.beta.dtype == torch.float32
         assert torch.equal(model.fc1.sparsity.beta, beta)
@@ -287,15 +350,22 @@ def test_scale_stays_fp32_in_low_precision():
     assert model.to("meta").fc1.sparsity.beta.is_meta
 
 
-@pytest.mark.parametrize("shape", [(16,), (0, 16), (3, 0, 16), (2, 3, 4, 16)])
-@pytest.mark.parametrize("method", ["ste", "sste"])
-def test_empty_and_odd_batches_have_finite_gradients(method, shape):
-    model, _, _ = build(method)
+@pytest.mark.parametrize(
+    ("net", "shape"),
+    [
+        *((Net, shape) for shape in [(16,), (0, 16), (3, 0, 16), (2, 3, 4, 16)]),
+        (ConvNet, (0, 16, 5, 6)),
+    ],
+)
+@pytest.mark.parametrize("method", ["ste", "sste", "sdgp"])
+def test_empty_and_odd_batches_have_finite_gradients(method, net, shape):
+    model, _, _ = build(method, net=net)
     x = torch.ones(shape, dtype=torch.float64, requires_grad=True)
     y = model(x)
     y.sum().backward()
-    assert y.shape == (*shape[:-1], 5) and x.grad.shape == x.shape
-    assert model.fc1.weight.grad.isfinite().all()
+    assert y.shape == net()(x).shape and x.grad.shape == x.shape
+    for gradient in (model.fc1.weight.grad, model.fc1.bias.grad):
+        assert gradient.isfinite().all() and (x.numel() or not gradient.any())
 
 
 @pytest.mark.parametrize("net", [Net, ConvNet])
@@ -332,22 +402,6 @@ def test_cached_operands_are_not_pickled():
     assert copy.deepcopy(model).fc1.sparsity.cache._kept == {}
 
 
-class Experts(nn.Module):
-    """Experts as transformers keeps them: one parameter for all of them."""
-
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(4, 16, 32))
-
-
-class Routed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(8, 16)
-        self.mlp = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
-        self.mlp.experts = Experts()
-
-
 def test_a_matching_weight_that_cannot_be_sparse_is_an_error():
     with pytest.raises(ConfigError) as caught:
         sp.sparsify(Routed(), "ste", targets=["mlp.*"])
@@ -356,11 +410,6 @@ def test_a_matching_weight_that_cannot_be_sparse_is_an_error():
     assert "supported: nn.Linear" in text
     sparsifier = sp.sparsify(Routed(), "ste", targets=["mlp.*"], exclude=["*.experts"])
     assert list(sparsifier.layers) == ["mlp.0"]
-
-
-def test_glob_that_matches_only_parameters_names_the_reason():
-    with pytest.raises(ConfigError, match=r"mlp\.experts\.up \(4, 16, 32\) of Experts"):
-        sp.sparsify(Routed(), "ste", targets=["*.experts.*"])
 
 
 def test_weights_that_stay_dense_warn_and_are_counted():
@@ -373,26 +422,6 @@ def test_weights_that_stay_dense_warn_and_are_counted():
     text = str(coverage)
     assert "2,048 entries: mlp.experts.up (4, 16, 32)" in text and "embeddings: 128 entries" in text
     assert str(prove(sparsifier)).endswith("in 11.1% of the weights outside embeddings")
-
-
-def test_attention_weights_that_stay_dense_are_named():
-    model = nn.Sequential(nn.Linear(16, 16), nn.MultiheadAttention(16, 2))
-    with pytest.raises(ConfigError, match=r"1\.in_proj_weight \(48, 16\) of MultiheadAttention"):
-        sp.sparsify(model, "ste", targets=["0", "1"])
-
-
-@pytest.mark.parametrize(
-    "computed",
-    [
-        torch.nn.utils.spectral_norm,
-        torch.nn.utils.parametrizations.spectral_norm,
-        torch.nn.utils.parametrizations.weight_norm,
-    ],
-)
-def test_parametrized_weights_are_refused(computed):
-    model = nn.Sequential(computed(nn.Linear(16, 16)))
-    with pytest.raises(ConfigError, match="layer '0' computes its weight"):
-        sp.sparsify(model, "srste", targets=["0"])
 
 
 def test_densify_after_a_dense_tail_warns():
@@ -418,7 +447,6 @@ def test_encoder_with_padding_evaluates_on_nested_tensors(method):
 
 
 def test_importing_the_library_does_not_import_the_compiler():
-    """It takes longer than everything of ours together."""
     code = (
         "import sparsepretrain as sp, sys; sp.sparsify; assert 'torch._dynamo' not in sys.modules"
     )

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from sparse_cases import build, train
+from small_loops import train
+from sparse_cases import build
 from tiny_runs import assert_equal_bits
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch_checkpoints import LOADS, save

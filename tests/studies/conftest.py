@@ -1,7 +1,5 @@
 """Studies without child processes, and tables of tiny runs."""
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

@@ -1,7 +1,5 @@
 """``sparsepretrain reproduce``: checks, runs, failures and stages."""
 
-from __future__ import annotations
-
 import io
 import os
 import shlex
@@ -10,10 +8,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tiny_runs import Tiny, assert_same_run, metrics
+from tiny_runs import assert_same_run, metrics
 
 from sparsepretrain import cli
 from sparsepretrain.runs.directory import RunDirectory
@@ -22,9 +19,7 @@ from sparsepretrain.studies.reproduce import study_of
 from sparsepretrain.tracking.console import Console
 
 
-def test_table_runs_stop_early_and_continue(
-    tables: Any, in_process: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_table_runs_stop_early_and_continue(tables, in_process, capsys):
     assert tables("small", "--stop-after", "2", "--seeds", "1") == 0
     out = capsys.readouterr().out
     assert "small: 2 partial" in out and "2/6" in out
@@ -51,9 +46,7 @@ def test_table_runs_stop_early_and_continue(
     assert_same_run(tables.runs()[1], expected.directory)
 
 
-def test_failing_cell_exits_with_1_and_is_retried(
-    tables: Any, in_process: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failing_cell_exits_with_1_and_is_retried(tables, in_process, capsys):
     tables.write(rows={"bad": ["optim.lr=1e30"], "dense": ["sparsity=dense"]})
     assert tables("small", "--seeds", "1") == 1
     out, err = capsys.readouterr()
@@ -71,9 +64,7 @@ def test_failing_cell_exits_with_1_and_is_retried(
     assert list(dense.failures()) == ["test"], "the finished training is no longer a failure"
 
 
-def test_printed_commands_train_the_same_runs(
-    tables: Any, in_process: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_printed_commands_train_the_same_runs(tables, in_process, capsys):
     words = ("small", "--only", "γ*", "--seeds", "1", "--stop-after", "3")
     assert tables(*words, "--commands") == 0
     out = capsys.readouterr().out
@@ -86,7 +77,7 @@ def test_printed_commands_train_the_same_runs(
     assert metrics(run)[-1]["step"] == 3
 
 
-def test_dry_run_and_list_run_nothing(tables: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_and_list_run_nothing(tables, capsys):
     tables.write(nano={"minutes": 3.0})
     assert tables("small", "--dry-run") == 0
     out = capsys.readouterr().out
@@ -99,12 +90,9 @@ def test_dry_run_and_list_run_nothing(tables: Any, capsys: pytest.CaptureFixture
     assert line.split() == ["small", "two", "methods", "–", "2", "x", "2", "–", "3", "–"]
 
 
-def test_parts_run_under_their_own_names(
-    tables: Any, in_process: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parts_run_under_their_own_names(tables, in_process, capsys):
     tables.write("other", rows={"ste": ["sparsity=ste"]}, baseline=None)
-    both = {"title": "both", "parts": ["small", "other", "speed"]}
-    tables.write_file("both", both)
+    tables.write_file("both", {"title": "both", "parts": ["small", "other", "speed"]})
     tables.write_file("speed", {"title": "speed", "bench": ["python benchmarks/kernels.py"]})
     assert tables("both", "--stop-after", "1", "--seeds", "1") == 0
     out = capsys.readouterr().out
@@ -112,6 +100,9 @@ def test_parts_run_under_their_own_names(
     assert "speed is measured from a checkout, on a GPU: python benchmarks/kernels.py\n" in out
     assert len(tables.runs("small")) == 2 and len(tables.runs("other")) == 1
     assert tables("both", "--only", "ste", "--dry-run") == 0
+
+
+BOTH = "config error: dense, γ = 0.2"
 
 
 @pytest.mark.parametrize(
@@ -125,21 +116,13 @@ def test_parts_run_under_their_own_names(
         (["small", "--seeds", "0"], ["usage error: argument --seeds: expected a number"]),
         (
             ["small", "optim.lt=1", "steps=x"],
-            [
-                "config error: dense, γ = 0.2: steps must be an integer",
-                "config error: dense, γ = 0.2: unknown key 'optim.lt'",
-            ],
+            [f"{BOTH}: steps must be an integer", f"{BOTH}: unknown key 'optim.lt'"],
         ),
         # only the built model can tell
-        (
-            ["small", "sparsity.targets=['*.nope']"],
-            ["config error: dense, γ = 0.2: sparsity.targets"],
-        ),
+        (["small", "sparsity.targets=['*.nope']"], [f"{BOTH}: sparsity.targets"]),
     ],
 )
-def test_mistakes_are_one_line_each_before_anything_is_written(
-    tables: Any, words: list[str], lines: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_one_line_each_before_anything_is_written(tables, words, lines, capsys):
     assert tables(*words) == 2
     err = capsys.readouterr().err.splitlines()
     assert len(err) == len(lines), err
@@ -148,34 +131,11 @@ def test_mistakes_are_one_line_each_before_anything_is_written(
     assert not (tables.tiny.root / "runs").exists()
 
 
-def test_each_child_gets_the_least_used_gpu(
-    tiny: Tiny, in_process: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
+def run_on(devices, jobs, runs, in_process, monkeypatch):
+    """Cells of ``runs``; GPUs of each child, and of all that run when it starts."""
+    seen, together = [], []
 
-    def watched(*args: Any, **options: Any) -> Any:
-        seen.append(options["environment"]["CUDA_VISIBLE_DEVICES"])
-        return in_process(*args, **options)
-
-    monkeypatch.setattr(engine, "start_child", watched)
-    monkeypatch.setattr(engine, "_train", lambda *_: 0)
-    cells = [engine.StudyCell(x, tiny.load(f"name={x}", "parallel.device=auto")) for x in "abcd"]
-    with engine.Study("x", Console(io.StringIO()), jobs=2, devices=["3", "MIG-a"]) as study:
-        study.run(cells)
-    assert sorted(seen[:2]) == sorted(seen[2:]) == ["3", "MIG-a"]
-
-
-RANKS = ("parallel=ddp", "batch.micro=1", "parallel.device=auto")
-VISIBLE = "sparsepretrain.training.hardware.visible_devices"
-
-
-def test_each_rank_of_running_cells_has_a_gpu_of_its_own(
-    tiny: Tiny, in_process: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[list[str]] = []
-    together = []
-
-    def watched(*args: Any, **options: Any) -> Any:
+    def watched(*args, **options):
         seen.append(options["environment"]["CUDA_VISIBLE_DEVICES"].split(","))
         running = [study._used[cell] for cell in study.cells if cell.state == "running"]
         together.append([device for used in running for device in used])
@@ -183,19 +143,34 @@ def test_each_rank_of_running_cells_has_a_gpu_of_its_own(
 
     monkeypatch.setattr(engine, "start_child", watched)
     monkeypatch.setattr(engine, "_train", lambda *_: 0)
+    cells = [engine.StudyCell(run.name, run) for run in runs]
+    with engine.Study("x", Console(io.StringIO()), jobs=jobs, devices=devices) as study:
+        study.run(cells)
+    return cells, seen, together
+
+
+def test_each_child_gets_the_least_used_gpu(tiny, in_process, monkeypatch):
+    runs = [tiny.load(f"name={name}", "parallel.device=auto") for name in "abcd"]
+    _, seen, _ = run_on(["3", "MIG-a"], 2, runs, in_process, monkeypatch)
+    assert sorted(seen[:2]) == sorted(seen[2:]) == [["3"], ["MIG-a"]]
+
+
+RANKS = ("parallel=ddp", "batch.micro=1", "parallel.device=auto")
+VISIBLE = "sparsepretrain.training.hardware.visible_devices"
+
+
+def test_each_rank_of_running_cells_has_a_gpu_of_its_own(tiny, in_process, monkeypatch):
     words = ["", "parallel.nproc=2", "parallel.nproc=4", "parallel.nproc=2"]
     runs = [tiny.load(f"name=r{i}", *RANKS, *w.split()) for i, w in enumerate(words)]
-    cells = [engine.StudyCell(run.name, run) for run in runs]
     devices = ["0", "1", "2", "MIG-a"]
-    with engine.Study("x", Console(io.StringIO()), jobs=4, devices=devices) as study:
-        study.run(cells)
+    cells, seen, together = run_on(devices, 4, runs, in_process, monkeypatch)
     assert [cell.state for cell in cells] == ["finished"] * 4
     # 1 GPU, then 2; the cell with 4 and the last one wait until enough of them are free
     assert seen == [["0"], ["1", "2"], devices, ["0", "1"]]
     assert all(len(set(used)) == len(used) for used in together)
 
 
-def test_default_jobs_fit_the_gpus(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_jobs_fit_the_gpus(tiny, monkeypatch):
     monkeypatch.setattr(VISIBLE, lambda: list("01234567"))
     console = Console(io.StringIO())
     run = tiny.load(*RANKS, "parallel.nproc=4")
@@ -206,9 +181,7 @@ def test_default_jobs_fit_the_gpus(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) 
     assert study_of("x", [tiny.load()], console, None).jobs == 1
 
 
-def test_too_few_gpus_are_one_line_before_the_first_cell(
-    tables: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_few_gpus_are_one_line_before_the_first_cell(tables, monkeypatch, capsys):
     monkeypatch.setattr(VISIBLE, lambda: ["0", "1"])
     assert tables("small", *RANKS, "parallel.nproc=4") == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -217,28 +190,19 @@ def test_too_few_gpus_are_one_line_before_the_first_cell(
     assert not (tables.tiny.root / "runs").exists()
 
 
-def test_printed_commands_start_several_ranks_with_torchrun(
-    tables: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_printed_commands_start_several_ranks_with_torchrun(tables, capsys):
     assert tables("small", "--commands", *RANKS, "parallel.nproc=2") == 0
     start = "torchrun --standalone --nproc-per-node=2 -m sparsepretrain train --config-dir "
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4 and all(line.startswith(start) for line in lines)
 
 
-STAGES = [
-    {
-        "name": "tuned",
-        "finetune": "causal_lm",
-        "overrides": ["steps=2", "batch.size=4", "batch.micro=4"],
-    },
-    {"name": "held_out", "evaluate": "test"},
-]
+SHORT = ["steps=2", "batch.size=4", "batch.micro=4"]
+STAGES = [{"name": "tuned", "finetune": "causal_lm", "overrides": SHORT}]
+STAGES += [{"name": "held_out", "evaluate": "test"}]
 
 
-def test_stages_follow_each_cell(
-    tables: Any, in_process: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stages_follow_each_cell(tables, in_process, capsys):
     tables.write(nano={"stages": STAGES, "seeds": 1})
     words = ("small", "--only", "dense", "--stop-after", "2")
     assert tables(*words, "--commands") == 0
@@ -269,9 +233,7 @@ def test_stages_follow_each_cell(
     assert train[:2] == ["sparsepretrain", "train"]
 
 
-def test_impossible_stages_are_refused_before_training(
-    tables: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_impossible_stages_are_refused_before_training(tables, capsys):
     for stage, line in (
         ({"name": "x", "finetune": "python_qs"}, "x: there is no recipe to fine-tune on"),
         ({"name": "x", "finetune": "causal_lm", "overrides": ["optim.lt=1"]}, "x: unknown key"),
@@ -288,7 +250,7 @@ def test_impossible_stages_are_refused_before_training(
 
 @pytest.mark.fault
 @pytest.mark.parametrize(("verb", "within"), [("reproduce", True), ("sweep", False)])
-def test_interrupted_and_continued_from_the_shell(tables: Any, verb: str, within: bool) -> None:
+def test_interrupted_and_continued_from_the_shell(tables, verb, within):
     """SIGINT to the process group, as from a terminal: during a run, and as one ends."""
     options = ["eval.batches=0", "checkpoint.every=0", "log.layers_every=0"]
     options.append("steps=100000" if within else "steps=6")
@@ -296,9 +258,8 @@ def test_interrupted_and_continued_from_the_shell(tables: Any, verb: str, within
     if verb == "sweep":
         words = ["sweep", "--name", "small", *tables.tiny.overrides(*options, "seed=0,1")]
     command = [sys.executable, "-m", "sparsepretrain", *words]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, start_new_session=True, **pipes)
     awaited = "metrics.jsonl" if within else "checkpoints/step_00000006/manifest.json"
     deadline, found = time.monotonic() + 120, list[Path]()
     while not found and time.monotonic() < deadline:
@@ -312,9 +273,8 @@ def test_interrupted_and_continued_from_the_shell(tables: Any, verb: str, within
     place = found[0].parents[0 if within else 2]
     saved = max(int(p.name.removeprefix("step_")) for p in (place / "checkpoints").iterdir())
     end = saved + 2 if within else 6
-    done = subprocess.run(
-        [*command, "--stop-after", str(end)], capture_output=True, text=True, check=True
-    )
+    command += ["--stop-after", str(end)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     state = "partial" if within else "finished"
     assert f"small: 2 {state}" in done.stdout and "waiting" not in done.stdout
     if within:
@@ -331,8 +291,8 @@ TUNE = {"seeds": [5], "grid": ["optim.lr=1e-3,1e-2,1e30"], "rows": {"γ = 0.2": 
 
 
 def test_the_best_setting_of_each_row_is_run_with_the_seeds_of_the_table(
-    tables: Any, in_process: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tables, in_process, capsys
+):
     tables.write(nano={"seeds": 2, "tune": TUNE})
     assert tables("small", "--dry-run") == 0
     assert "repeat the command after them" in capsys.readouterr().out
@@ -367,9 +327,7 @@ def test_the_best_setting_of_each_row_is_run_with_the_seeds_of_the_table(
     ("words", "line"),
     [(["--seeds", "4..6"], "got [5]. Choose others"), (["optim.lr=1e-3"], "tunes this key itself")],
 )
-def test_tuning_seeds_and_keys_are_those_of_the_table(
-    tables: Any, capsys: pytest.CaptureFixture[str], words: list[str], line: str
-) -> None:
+def test_tuning_seeds_and_keys_are_those_of_the_table(tables, capsys, words, line):
     tables.write(nano={"seeds": 2, "tune": TUNE})
     assert tables("small", *words) == 2
     assert line in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """``sparsepretrain sweep``: words, runs, searches, and jobs of a cluster."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess
@@ -9,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import Tiny
 
 from sparsepretrain import cli
 from sparsepretrain.runs.directory import find_runs
@@ -21,25 +18,22 @@ def axes(*words: str, search: bool = False) -> Any:
     return read_axes(words, [], search=search)
 
 
-def test_words_become_values_and_seeds() -> None:
+def test_words_become_values_and_seeds():
     found = axes(
         "sparsity=ste,srste", "seed=0..2", "optim.lr=1e-3,2e-3", "steps=range(4,9,2)",
         "sparsity.targets=[ffn,attention]", "model=glob(gpt2_1*)", "name2='a b',c", "batch.size=4",
     )  # fmt: skip
     assert found.seeds == [0, 1, 2]
     assert found.values == {
-        "sparsity": ["ste", "srste"],
-        "optim.lr": ["0.001", "0.002"],
-        "steps": ["4", "6", "8"],
-        "model": ["gpt2_124m", "gpt2_1558m"],
-        "name2": ["'a b'", "c"],
-    }
+        "sparsity": ["ste", "srste"], "optim.lr": ["0.001", "0.002"], "steps": ["4", "6", "8"],
+        "model": ["gpt2_124m", "gpt2_1558m"], "name2": ["'a b'", "c"],
+    }  # fmt: skip
     assert found.fixed == ["sparsity.targets=[ffn,attention]", "batch.size=4"]
     assert axes("seed=3,5,3").seeds == [3, 5] and axes("seed=4").seeds == [4]
     assert axes("model.n_layer=1..3").values == {"model.n_layer": ["1", "2", "3"]}
 
 
-def test_search_words_become_ranges() -> None:
+def test_search_words_become_ranges():
     words = ("optim.lr=1e-4..1e-2", "model.n_layer=1..3", "ema=interval(0,1)", "seed=0..1")
     found = axes(*words, search=True)
     assert found.ranges == {
@@ -70,25 +64,14 @@ def test_search_words_become_ranges() -> None:
         (["--slurm", "gpus"], "usage error: argument --slurm: must be KEY=VALUE,KEY=VALUE"),
     ],
 )
-def test_mistakes_are_one_line_before_anything_is_written(
-    words: list[str],
-    line: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_mistakes_are_one_line_before_anything_is_written(words, line, tmp_path, capsys):
     assert cli.main(["sweep", *words]) == 2
     out, err = capsys.readouterr()
     assert err.startswith(f"sparsepretrain: {line}") and err.count("\n") == 1 and not out, err
     assert not list(tmp_path.iterdir())
 
 
-def test_sweep_prints_its_report_command(
-    tiny: Tiny,
-    in_process: Any,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_sweep_prints_its_report_command(tiny, in_process, capsys):
     words = [*tiny.overrides("sparsity=dense,ste", "seed=1,2"), "--name", "pair"]
     assert cli.main(["sweep", *words, "--stop-after", "1"]) == 0
     *_, last = capsys.readouterr().out.splitlines()
@@ -103,17 +86,8 @@ def test_sweep_prints_its_report_command(
     assert capsys.readouterr().out.count("from step 1") == 4
 
 
-def test_search_continues_and_prints_the_best_value(
-    tiny: Tiny,
-    in_process: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = [
-        "sweep",
-        *tiny.overrides("optim.lr=1e-6..1e-1", "steps=2"),
-        "--search",
-    ]
+def test_search_continues_and_prints_the_best_value(tiny, in_process, monkeypatch, capsys):
+    words = ["sweep", *tiny.overrides("optim.lr=1e-6..1e-1", "steps=2"), "--search"]
     assert cli.main([*words, "5", "--dry-run"]) == 0
     assert "search: 5 trials like this, optim.lr in 1e-06..0.1, log" in capsys.readouterr().out
     work, calls = engine.StudyCell.work, 0
@@ -132,9 +106,8 @@ def test_search_continues_and_prints_the_best_value(
     out = capsys.readouterr().out
     command = shlex.split(out[out.index("to train with the best values:") :].splitlines()[1])
     rate = next(float(w.partition("=")[2]) for w in command if w.startswith("optim.lr="))
-    losses = {}
-    for run in find_runs([tiny.root / "runs"]):
-        losses[run.config()["optim"]["lr"]] = run.record()[-1]["loss"]
+    runs = find_runs([tiny.root / "runs"])
+    losses = {run.config()["optim"]["lr"]: run.record()[-1]["loss"] for run in runs}
     assert len(losses) == 3 and losses[rate] == min(losses.values())
     # all trials are done; a search for another metric has its own trials
     assert cli.main([*words, "3"]) == 0 and calls == 4
@@ -142,7 +115,7 @@ def test_search_continues_and_prints_the_best_value(
     assert "no trial has validation bleu" in capsys.readouterr().err
 
 
-def test_slurm_jobs_run_shell_lines(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm_jobs_run_shell_lines(tiny, capsys):
     words = ["sweep", *tiny.overrides("sparsity=ste,dense"), "--slurm", "partition=gpu"]
     if not os.environ.get("SLURM_CLUSTER_NAME"):
         assert cli.main(words) == 2
@@ -153,12 +126,7 @@ def test_slurm_jobs_run_shell_lines(tiny: Tiny, capsys: pytest.CaptureFixture[st
         slurm.Line()("exit 3")
 
 
-def test_sbatch_gets_the_options(
-    tiny: Tiny,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_sbatch_gets_the_options(tiny, tmp_path, monkeypatch, capsys):
     for name, text in (("srun", ""), ("sbatch", f"cp $1 {tmp_path}/seen; echo job 12")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)

@@ -23,9 +23,8 @@ CPU = torch.device("cpu")
 
 def test_targets_are_the_next_tokens(task):
     batch, example = task.batch("train", 3, range(4), 4), task.example(4, CPU)
-    assert {k: (v.shape, v.dtype) for k, v in batch.items()} == {
-        k: (v.shape, v.dtype) for k, v in example.items()
-    }
+    forms = [{k: (v.shape, v.dtype) for k, v in part.items()} for part in (batch, example)]
+    assert forms[0] == forms[1]
     assert torch.equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
     assert task.count(batch) == 64
     parts = [task.batch("train", 3, range(i, i + 1), 4)["tokens"] for i in range(4)]

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
+from torch._inductor.graph import GraphLowering
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsepretrain import tasks
@@ -67,8 +69,6 @@ def assert_compiled_equals_fp64(logits, targets, **options):
 
 
 def test_loss_compiles_at_most_twice(monkeypatch):
-    from torch._dynamo.testing import CompileCounter
-
     torch._dynamo.reset()
     counter = CompileCounter()
     compiled = torch.compile(tasks._total, backend=counter)
@@ -103,8 +103,6 @@ def eager_bytes(logits, targets, **options):
 
 def compiled_bytes(logits, targets, monkeypatch, **options):
     """Bytes that the fused loops of forward and backward read and write, by inductor's account."""
-    from torch._inductor.graph import GraphLowering
-
     counts, codegen = [], GraphLowering.codegen
 
     def counted(graph):

@@ -5,13 +5,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tiny_runs import assert_same_run, metrics
+from tiny_runs import assert_same_run, interrupted, metrics
 
 from sparsepretrain.cli import main
 from sparsepretrain.data.encoding import train_bpe, train_wordpiece
 from sparsepretrain.errors import ConfigError, DataError
 from sparsepretrain.tasks import build_task
 from sparsepretrain.tasks.masked_lm import Masking, selected
+from sparsepretrain.training.loop import train_step
 
 BERT = ("model=bert_nano", "model.n_inner=64")
 GATED = ("model=bert_geglu", "model.n_inner=64", "model.vocab_size=260", "task.sequence_length=16",
@@ -59,9 +60,8 @@ def test_masks_have_the_configured_fractions():
 @pytest.mark.parametrize(("mask", "random"), [(1.0, 0.0), (0.0, 1.0), (0.0, 0.0)])
 def test_fractions_of_zero_and_one(mask, random):
     rows = np.random.default_rng(0).integers(1, 100, (20, 64))
-    tokens, places, targets = masking(mask=mask, random=random).apply(
-        rows, 0, "train", 0, range(20)
-    )
+    chosen = masking(mask=mask, random=random)
+    tokens, places, targets = chosen.apply(rows, 0, "train", 0, range(20))
     made = tokens.reshape(-1)[places]
     assert (made == 100).all() == bool(mask)
     assert mask or random or (made == targets).all()
@@ -141,14 +141,9 @@ def test_only_selected_tokens_count(task):
 
 def test_resume_is_exact_with_dropout(tiny, stop_after):
     overrides = (*GATED, "model.dropout=0.2", "workers=1")
-    straight = tiny.train(*overrides, "name=straight")
-    stop_after(3)
-    assert tiny.train(*overrides, "name=stopped").code == 143
-    stop_after(-1)
-    resumed = tiny.train(*overrides, "name=stopped")
-    assert "(step 3)" in resumed.output
-    assert_same_run(straight.directory, resumed.directory)
-    lines = [line for line in metrics(straight.directory) if "split" in line]
+    straight = tiny.train(*overrides, "name=straight").directory
+    assert_same_run(straight, interrupted(tiny, stop_after, (3,), *overrides))
+    lines = [line for line in metrics(straight) if "split" in line]
     assert {"loss", "perplexity", "accuracy"} <= set(lines[0])
 
 
@@ -193,7 +188,5 @@ def test_tokenizer_without_mask_needs_a_vocabulary_row(tiny, tmp_path, capfd):
 def test_a_batch_without_a_token_to_mask_is_refused(tiny, monkeypatch):
     t = tiny.build(*BERT)
     monkeypatch.setattr(t.task, "count", lambda batch: 0)
-    from sparsepretrain.training.loop import train_step
-
     with pytest.raises(DataError, match="step 1: "):
         train_step(t)

@@ -16,15 +16,9 @@ from sparsepretrain.tasks import build_task
 from sparsepretrain.training.assembly import build_model
 
 TINY = (
-    "experiment=claims_regression",
-    *TRAINING,
-    "model.n_embd=16",
-    "model.n_inner=32",
-    "data.held_out=256",
-    "batch.size=64",
-    "batch.micro=32",
-    "eval.every=3",
-)
+    "experiment=claims_regression", *TRAINING, "model.n_embd=16", "model.n_inner=32",
+    "data.held_out=256", "batch.size=64", "batch.micro=32", "eval.every=3",
+)  # fmt: skip
 CPU = torch.device("cpu")
 
 
@@ -36,9 +30,6 @@ def opened(*overrides):
 
 class Small(Tiny):
     """Small runs of the regression task."""
-
-    def __init__(self, root):
-        super().__init__(root, root)
 
     def overrides(self, *more):
         return [*TINY, f"runs_dir='{self.root / 'runs'}'", *more]
@@ -52,9 +43,8 @@ def test_samples_are_a_function_of_seed_and_number():
         assert whole[key].dtype == torch.float32
         assert torch.equal(whole[key], torch.cat([part[key] for part in parts]))
     # sample 1500 of the run, whatever the batch is
-    assert torch.equal(
-        opened("seed=3").batch("train", 1500, [0], 1)["targets"][0], whole["targets"][0]
-    )
+    one = opened("seed=3").batch("train", 1500, [0], 1)
+    assert torch.equal(one["targets"][0], whole["targets"][0])
     again = task.batch("train", 0, [4 * BLOCK + 2, 1, 4 * BLOCK], 1024)
     first = task.batch("train", 0, range(5 * BLOCK), 1024)
     assert torch.equal(again["inputs"], first["inputs"][[4 * BLOCK + 2, 1, 4 * BLOCK]])
@@ -119,13 +109,14 @@ def test_the_loss_is_the_mean_squared_error():
 
 def test_resume_is_bit_exact(tmp_path, stop_after):
     words = ("sparsity=sste", "seed=7")
-    whole = Small(tmp_path / "whole").train(*words)
+    whole = Small(tmp_path / "whole", tmp_path).train(*words)
     assert whole.code == 0 and "samples" in whole.output and "perplexity" not in whole.output
-    assert_same_run(whole.directory, interrupted(Small(tmp_path), stop_after, (3,), *words))
+    parts = interrupted(Small(tmp_path, tmp_path), stop_after, (3,), *words)
+    assert_same_run(whole.directory, parts)
 
 
 def test_eval_report_and_prepare(tmp_path, capsys):
-    run = Small(tmp_path).train("sparsity=ste").directory
+    run = Small(tmp_path, tmp_path).train("sparsity=ste").directory
     assert main(["prepare", "data=teacher"]) == 0
     assert "nothing to prepare" in capsys.readouterr().out
     assert main(["eval", str(run), "split=test"]) == 0
@@ -153,4 +144,4 @@ def test_epochs_and_attention_targets_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="data=teacher has no epochs"):
         opened().samples("train")
     with pytest.raises(ConfigError, match="attention"):
-        Small(tmp_path).train("sparsity.targets=attention")
+        Small(tmp_path, tmp_path).train("sparsity.targets=attention")

@@ -1,6 +1,7 @@
 """Buckets in, exact sums out; padding leaves no trace; BLEU as sacrebleu says."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -141,9 +142,8 @@ def test_output_gradients_at_padding_are_exactly_zero(task, model):
     seen = {}
     for name, module in model.named_modules():
         if name.endswith(("fc1", "fc2", "out_proj", "q_proj")):
-            module.register_full_backward_hook(
-                lambda module, inputs, outputs, name=name: seen.update({name: outputs[0]})
-            )
+            keep = lambda module, _, outputs, name=name: seen.update({name: outputs[0]})  # noqa: E731
+            module.register_full_backward_hook(keep)
     task.loss(model.train(), batch)[0].backward()
     real = {"encoder": batch["mask"], "decoder": batch["targets"] != -100}
     assert len(seen) == 10
@@ -201,9 +201,8 @@ def test_final_evaluation_reports_bleu(task, model):
 
 
 def test_references_are_the_lines_of_the_data(tiny, task):
-    assert task._references["validation"][0] == task._codec.decode(
-        task._pairs["validation"].target(0)[:-1]
-    )
+    first = task._codec.decode(task._pairs["validation"].target(0)[:-1])
+    assert task._references["validation"][0] == first
     lowercase = build_task(tiny.load("data.tokenizer=wordpiece"))
     lowercase.open_data(("validation",))
     assert lowercase._references["validation"] == task._references["validation"]
@@ -241,8 +240,6 @@ def test_bleu_is_sacrebleus(task):
 
 
 def test_missing_sacrebleu_is_named(task, monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
     with pytest.raises(DataError, match=r"sacrebleu: pip install 'sparsepretrain\[mt\]'"):
         task.metrics(observed(["a"], ["a"]))

@@ -24,27 +24,16 @@ def line(step: int, **values: object) -> dict[str, object]:
     return {"step": step, "time": 2.0 * step, "loss": 1.5, "lr": 1e-3, **values}
 
 
+SIGNIFICANT = {2.0766688: "2.0767", 50257.4: "50257", 1.2e-6: "1.2000e-06", 0.0: "0.0000"}
+COUNTS = {0: "0", 999: "999", 999.6: "1.00k", 12345: "12.3k", 99960: "100k", 999_960: "1.00M"}
+CLOCK = {0: "0:00", 59.6: "1:00", 3600: "1:00:00", 9e4: "1d 01:00:00"}
+
+
 @pytest.mark.parametrize(
-    ("show", "number", "text"),
-    [
-        (significant, 2.0766688, "2.0767"),
-        (significant, 50257.4, "50257"),
-        (significant, 1.2e-6, "1.2000e-06"),
-        (significant, 0.0, "0.0000"),
-        (count, 0, "0"),
-        (count, 999, "999"),
-        (count, 999.6, "1.00k"),
-        (count, 12345, "12.3k"),
-        (count, 99960, "100k"),
-        (count, 999_960, "1.00M"),
-        (clock, 0, "0:00"),
-        (clock, 59.6, "1:00"),
-        (clock, 3600, "1:00:00"),
-        (clock, 9e4, "1d 01:00:00"),
-    ],
+    ("show", "texts"), [(significant, SIGNIFICANT), (count, COUNTS), (clock, CLOCK)]
 )
-def test_numbers_are_short(show, number, text):
-    assert show(number) == text
+def test_numbers_are_short(show, texts):
+    assert {number: show(number) for number in texts} == texts
 
 
 def test_plain_lines_align_and_show_the_remaining_time():
@@ -54,9 +43,8 @@ def test_plain_lines_align_and_show_the_remaining_time():
     console.step(line(10, flip_rate=0.0123, tokens_per_second=12345.0), 100)
     first, second = out.getvalue().splitlines()
     assert first.startswith("step   9/100  loss 1.5000  flip       –")
-    assert second == (
-        "step  10/100  loss 1.5000  flip 1.2e-02  lr 1.00e-03  12.3k tokens/s  ETA 3:00"
-    )
+    shown = "step  10/100  loss 1.5000  flip 1.2e-02  lr 1.00e-03  12.3k tokens/s  ETA 3:00"
+    assert second == shown
     assert first.index("tokens/s") == second.index("tokens/s")
     resumed = io.StringIO()
     console = Console(resumed)
@@ -72,16 +60,13 @@ def test_phase_switch_has_its_own_line():
     out = io.StringIO()
     console = Console(out)
     watched = {"autoswitch_z": 9.9e-9, "autoswitch_threshold": 1e-8}
-    for step, values in enumerate(
-        [{"sparse": 0.0}, {}, {"sparse": 0.0}, {"sparse": 1.0, **watched}, {}, {"sparse": 0.0}], 1
-    ):
+    dense, sparse = {"sparse": 0.0}, {"sparse": 1.0, **watched}
+    for step, values in enumerate([dense, {}, dense, sparse, {}, dense], 1):
         console.step(line(step, **values), 9)
     console.step({"step": 6, "split": "validation", "loss": 2.0}, 9)
     switches = [text for text in out.getvalue().splitlines() if "from here on" in text]
-    assert switches == [
-        "step 4/9  sparse from here on (AutoSwitch: Z̄ 9.90e-09, ε 1.00e-08)",
-        "step 6/9  dense from here on",
-    ]
+    to_sparse = "step 4/9  sparse from here on (AutoSwitch: Z̄ 9.90e-09, ε 1.00e-08)"
+    assert switches == [to_sparse, "step 6/9  dense from here on"]
 
 
 def test_evaluations_and_missing_losses():
@@ -102,11 +87,9 @@ def test_preparation_prints_few_lines_without_a_terminal():
     assert lines[1] == "tokenize: 1.00k of 1.00k tokens  500 tokens/s"
     console.progress(state("write", 5, None))
     console.progress(state("read", 10_000_000, None, "bytes", tokens=2_000_000))
-    assert out.getvalue().splitlines()[2:] == [
-        "write: 5 tokens  2 tokens/s",
-        "read: 10.0M bytes  5.00M bytes/s  1.00M tokens/s",
-    ]
-
+    write, read = out.getvalue().splitlines()[2:]
+    assert write == "write: 5 tokens  2 tokens/s"
+    assert read == "read: 10.0M bytes  5.00M bytes/s  1.00M tokens/s"
     console.progress(state("waiting for another process", 0, None, ""))
     assert out.getvalue().splitlines()[4] == "waiting for another process"
 
@@ -150,6 +133,18 @@ def test_own_warnings_are_printed_as_lines(recwarn):
     assert [str(w.message) for w in recwarn] == ["of another package"] * 2 + ["afterwards"]
 
 
+@pytest.fixture
+def terminal(monkeypatch):
+    """``terminal(40)``: what is printed there is on a terminal of so many columns."""
+
+    def make(columns):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setenv("TERM", "xterm")
+        return Terminal()
+
+    return make
+
+
 @pytest.mark.parametrize("shell", ["| head -1", ">&-"])
 def test_broken_pipe_leaves_exit_code_and_stderr_alone(shell):
     code = (
@@ -161,10 +156,8 @@ def test_broken_pipe_leaves_exit_code_and_stderr_alone(shell):
     assert (result.returncode, result.stderr) == (0, "done")
 
 
-def test_terminal_lines_wrap_between_words(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setenv("TERM", "xterm")
-    out = Terminal()
+def test_terminal_lines_wrap_between_words(terminal):
+    out = terminal(40)
     console = Console(out)
     console.info("runs/a: learning rate 1e-3, steps 0 to 40 of the whole run")
     console.warn("this machine has no CUDA device for the products")
@@ -175,14 +168,10 @@ def test_terminal_lines_wrap_between_words(monkeypatch):
     assert lines[-1] == command, "commands are not wrapped"
 
 
-def test_table_folds_columns_on_a_narrow_terminal(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setenv("TERM", "xterm")
-    out = Terminal()
-    name = "transformer.h.0.mlp.c_fc"
-    Console(out).table(
-        "", [[name, "a reason of many words, too long", "x" * 20]], ["layer", "why", "what"]
-    )
+def test_table_folds_columns_on_a_narrow_terminal(terminal):
+    out, name = terminal(40), "transformer.h.0.mlp.c_fc"
+    row = [name, "a reason of many words, too long", "x" * 20]
+    Console(out).table("", [row], ["layer", "why", "what"])
     text = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue())
     cells = ["".join(line.split("│")[1].strip() for line in text.splitlines() if "│" in line)]
     assert name in cells[0] and "…" not in text

@@ -1,4 +1,5 @@
 import io
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -48,18 +49,10 @@ class Fake:
         self._call("close", exit_code, summary)
 
 
-def open_stream(
-    directory: Path, *mirrors: Any, out: io.StringIO | None = None, **options: Any
-) -> Stream:
-    return Stream(
-        directory,
-        options.get("tracker", tracker()),
-        config={"steps": 10},
-        run_name="r",
-        resume_step=options.get("resume_step"),
-        console=Console(out or io.StringIO()),
-        mirrors=list(mirrors) if mirrors else None,
-    )
+def open_stream(directory: Path, *mirrors: Any, out: Any = None, **changes: Any) -> Stream:
+    about: dict[str, Any] = {"config": {"steps": 10}, "run_name": "r", "resume_step": None}
+    about |= {"console": Console(out or io.StringIO()), "mirrors": list(mirrors) or None}
+    return Stream(directory, tracker(**changes), **about)
 
 
 def test_mirrors_get_numbers_in_another_thread(tmp_path):
@@ -87,8 +80,7 @@ def test_failing_mirror_is_one_warning(tmp_path, where):
         stream.log({"step": step, "loss": 1.0})
     stream.close(0)
     stream.close(0)
-    warnings = [text for text in out.getvalue().splitlines() if text.startswith("warning")]
-    (warning,) = warnings
+    (warning,) = [text for text in out.getvalue().splitlines() if text.startswith("warning")]
     assert "Fake failed (RuntimeError: server says no)" in warning
     assert len(read(tmp_path / "metrics.jsonl")) == 19
     assert len(good.calls) == 21
@@ -109,10 +101,10 @@ def test_hanging_mirror_delays_neither_log_nor_close(tmp_path, monkeypatch):
 
 
 def test_missing_package_is_one_warning(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "tensorboard", None)
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    for name in ("tensorboard", "wandb"):
+        monkeypatch.setitem(sys.modules, name, None)
     out = io.StringIO()
-    stream = open_stream(tmp_path, tracker=tracker(tensorboard=True, mode="offline"), out=out)
+    stream = open_stream(tmp_path, tensorboard=True, mode="offline", out=out)
     stream.log({"step": 1, "loss": 1.0})
     stream.close(0)
     assert "TensorBoard needs the package tensorboard, which is not installed" in out.getvalue()
@@ -126,7 +118,7 @@ def test_tensorboard_writes_events(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     out = io.StringIO()
-    stream = open_stream(tmp_path, tracker=tracker(tensorboard=True), out=out)
+    stream = open_stream(tmp_path, tensorboard=True, out=out)
     for step in (1, 2):
         stream.log({"step": step, "loss": 2.0 / step, "flip_rate/h.0.mlp": 0.5})
     stream.close(0, {"masks": "2:4"})

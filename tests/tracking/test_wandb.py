@@ -33,14 +33,9 @@ def no_account(tmp_path, monkeypatch):
 
 def one_run(directory: Path, mode: str, resume_step: int | None = None) -> str:
     out = io.StringIO()
-    stream = Stream(
-        directory,
-        tracker(mode),
-        config={"steps": 2, "sparsity": {"name": "sste"}},
-        run_name="n",
-        resume_step=resume_step,
-        console=Console(out),
-    )
+    about = {"config": {"steps": 2, "sparsity": {"name": "sste"}}, "run_name": "n"}
+    about |= {"resume_step": resume_step, "console": Console(out)}
+    stream = Stream(directory, tracker(mode), **about)
     first = (resume_step or 0) + 1
     for step in (first, first + 1):
         stream.log({"step": step, "loss": 1.0, "flip_rate/h.0": 0.1})

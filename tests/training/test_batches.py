@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 
 import pytest
 import torch
@@ -46,8 +47,6 @@ def test_error_of_a_worker_is_raised_unchanged_and_ends_the_workers(task, monkey
 
 
 def test_killed_worker_is_a_data_error(task, monkeypatch):
-    import os
-
     monkeypatch.setattr(task, "batch", lambda *request: os._exit(9))
     with pytest.raises(DataError, match="lower workers"):
         next(stream(task, split_requests("train", 4, 2, None), CPU, 1))
@@ -61,14 +60,9 @@ def test_waiting_for_data_is_recorded(tiny):
 
 @pytest.mark.parametrize(
     ("samples", "micro", "batches", "sizes"),
-    [
-        (10, 4, None, [4, 4, 2]),
-        (10, 4, 9, [4, 4]),
-        (10, 4, 1, [4]),
-        (3, 8, None, [3]),
-        (3, 8, 2, [3]),
-    ],
-)
+    [(10, 4, None, [4, 4, 2]), (10, 4, 9, [4, 4]), (10, 4, 1, [4]), (3, 8, None, [3]),
+     (3, 8, 2, [3])],
+)  # fmt: skip
 def test_requests_of_a_split(samples, micro, batches, sizes):
     requests = split_requests("validation", samples, micro, batches)
     assert [len(r.positions) for r in requests] == sizes

@@ -32,20 +32,16 @@ def counter(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "device", "mode", "loss"),
     [
-        ((), CPU, "none", False),
-        ((), CUDA, "blocks", True),
-        (("parallel=ddp",), CUDA, "blocks", True),
-        (("parallel=fsdp",), CUDA, "blocks", True),
-        (("probe=estimator",), CUDA, "none", False),
-        (("compile=false",), CUDA, "none", False),
-        (("compile=off",), CUDA, "none", False),
-        (("compile=none",), CUDA, "none", False),
-        (("compile=blocks",), CPU, "blocks", False),
-        (("compile=true",), CPU, "model", False),
+        ("", CPU, "none", False),
+        *((words, CUDA, "blocks", True) for words in ("", "parallel=ddp", "parallel=fsdp")),
+        ("probe=estimator", CUDA, "none", False),
+        *((f"compile={word}", CUDA, "none", False) for word in ("false", "off", "none")),
+        ("compile=blocks", CPU, "blocks", False),
+        ("compile=true", CPU, "model", False),
     ],
 )
 def test_every_value_decides_on_blocks_and_loss(words, device, mode, loss):
-    run = config.load(words)
+    run = config.load(words.split())
     assert compilation.mode_of(run, device) == mode
     assert compilation.compiles_loss(run, device) is loss
 
@@ -114,13 +110,10 @@ class Block(nn.Module):
 
 
 @torch._dynamo.config.patch(recompile_limit=8)
-def test_many_kinds_of_blocks_are_all_compiled():
+def test_many_kinds_of_blocks_are_all_compiled(counter):
     """Dynamo compiles eight graphs of one function by default; ResNet-50 has that many kinds."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("eager")
     model = nn.Sequential(nn.ModuleList(Block(width) for width in range(1, 13)))
-    compilation.compiled(model, "blocks", counter)
+    compilation.compiled(model, "blocks")
     for block in model[0]:
         block(torch.ones(2, 4))
     assert counter.frame_count == 12
-    torch._dynamo.reset()

@@ -1,10 +1,11 @@
-"""Averaged weights: their arithmetic, that they leave training alone, and that they resume."""
+"""Averaged weights: their arithmetic, and that they leave training alone.
 
-import signal
+tests/runs/test_resume.py resumes runs with them.
+"""
 
 import pytest
 import torch
-from tiny_runs import assert_equal_bits, assert_same_run, final_state, interrupted, metrics
+from tiny_runs import assert_equal_bits, final_state, metrics
 
 from sparsepretrain.training import loop, validation
 from sparsepretrain.training.observers import EMA
@@ -87,34 +88,8 @@ def test_training_is_bit_exact_with_and_without_ema(tiny, method):
     assert added == [{"ema_loss", "ema_perplexity"} if "split" in x else set() for x in lines]
     raw = [{k: v for k, v in x.items() if not k.startswith("ema_")} for x in lines]
     assert raw == metrics(plain.directory)
-    assert_equal_bits(
-        final_state(plain.directory)["model"], final_state(averaged.directory)["model"]
-    )
-
-
-def test_resume_is_bit_exact_with_averages(tiny, stop_after):
-    overrides = ("ema=0.9", "batch.micro=2", "eval.every=1")
-    plain = tiny.train(*overrides, "runs_dir=" + str(tiny.root / "plain"))
-    assert_same_run(plain.directory, interrupted(tiny, stop_after, (3,), *overrides))
-
-
-def test_a_signal_during_an_evaluation_saves_the_trained_weights(tiny, monkeypatch):
-    plain = tiny.train("ema=0.9", "runs_dir=" + str(tiny.root / "plain"))
-    original, calls = validation.split_requests, []
-
-    def interrupt(*args):
-        calls.append(args)
-        if len(calls) == 2:  # in the evaluation after step 4
-            import os
-
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(*args)
-
-    monkeypatch.setattr(validation, "split_requests", interrupt)
-    assert tiny.train("ema=0.9").code == 143
-    again = tiny.train("ema=0.9")
-    assert again.code == 0
-    assert_same_run(plain.directory, again.directory)
+    left, right = (final_state(run.directory)["model"] for run in (plain, averaged))
+    assert_equal_bits(left, right)
 
 
 def test_resume_from_a_run_without_ema_starts_averaging(tiny):

@@ -4,10 +4,12 @@ import copy
 import random
 
 import pytest
-from tiny_runs import assert_equal_bits, assert_same_run, final_state, metrics
+from tiny_runs import assert_equal_bits, assert_same_run, final_state, interrupted, metrics
 
 from sparsepretrain.errors import DivergedError
+from sparsepretrain.tasks.causal_lm import CausalLM
 from sparsepretrain.training import guard as room
+from sparsepretrain.training import loop
 from sparsepretrain.training.guard import MAX_SKIPS, Guard
 from sparsepretrain.training.loop import train_step
 
@@ -21,9 +23,6 @@ def short(monkeypatch):
 @pytest.fixture
 def factors(monkeypatch):
     """``factors({12: 50.0})``: the training loss of step 12 is multiplied, so are its gradients."""
-    from sparsepretrain.tasks.causal_lm import CausalLM
-    from sparsepretrain.training import loop
-
     original, step = CausalLM.loss, loop.train_step
     now, values = [0], {}
 
@@ -123,26 +122,19 @@ def test_resumed_run_skips_the_same_steps(tiny, short, factors, stop_after):
     assert [line.get("skipped") for line in lines.values()] == [None, 1, 2, 3, 3]
     assert lines[11]["loss"] is None and lines[10]["loss"] > 100
     assert "skipped steps" in plain.output
-    for step in (9, 10, 19):
-        stop_after(step)
-        assert tiny.train(*SPIKY).code == 143
-    stop_after(-1)
-    assert_same_run(plain.directory, tiny.train(*SPIKY).directory)
+    assert_same_run(plain.directory, interrupted(tiny, stop_after, (9, 10, 19), *SPIKY))
 
 
-def skipped(outcome):
-    return final_state(outcome.directory)["guard"]["skipped"]
+def skipped(directory):
+    return final_state(directory)["guard"]["skipped"]
 
 
 def test_lost_window_changes_the_run(tiny, short, factors, stop_after, monkeypatch):
     """Negative control of the test above."""
     factors({20: 40.0})
-    plain = tiny.train(*SPIKY, "runs_dir=" + str(tiny.root / "plain"))
-    stop_after(19)
-    tiny.train(*SPIKY)
-    stop_after(-1)
+    plain = tiny.train(*SPIKY, "runs_dir=" + str(tiny.root / "plain")).directory
     monkeypatch.setattr(Guard, "load_state_dict", lambda self, state: None)
-    again = tiny.train(*SPIKY)
+    again = interrupted(tiny, stop_after, (19,), *SPIKY)
     assert skipped(plain) == 1 != skipped(again)
     with pytest.raises(AssertionError):
-        assert_same_run(plain.directory, again.directory)
+        assert_same_run(plain, again)

@@ -77,8 +77,7 @@ def test_run_without_hashes_stays_without(tiny, stop_after):
 
 def test_initial_weights_are_those_of_the_checkpoint(tiny):
     source = tiny.train().directory
-    first, second = (
-        recorded(tiny.train(f"init.path='{source}'", f"seed={seed}").directory) for seed in (1, 2)
-    )
+    runs = [tiny.train(f"init.path='{source}'", f"seed={seed}").directory for seed in (1, 2)]
+    first, second = map(recorded, runs)
     assert differing(first, second) == {"data_order"}
     assert differing(first, recorded(source)) == {"initial_weights", "data_order"}

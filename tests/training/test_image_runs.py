@@ -1,25 +1,13 @@
 """Runs on images: every method on linear layers and convolutions, resume, workers, bad input."""
 
 import pytest
-from tiny_runs import assert_same_run, metrics
+from tiny_runs import TRAINING, assert_same_run, metrics
 
 from sparsepretrain import registry
 from sparsepretrain.cli import main
 from sparsepretrain.errors import ConfigError
 
-COMMON = (
-    "batch.size=8",
-    "batch.micro=8",
-    "eval.every=4",
-    "eval.batches=2",
-    "log.every=1",
-    "log.layers_every=2",
-    "checkpoint.every=2",
-    "steps=6",
-    "workers=0",
-    "tracker.mode=disabled",
-    "parallel.device=cpu",
-)
+COMMON = (*TRAINING, "batch.size=8", "batch.micro=8", "eval.batches=2", "workers=0")
 VIT = ("model=vit_nano", "model.width=16", "model.depth=1", "model.heads=2")
 RESNET = ("model=resnet_nano", "model.width=[8,8,8,16]")
 SMALL = {"vit": VIT, "resnet": RESNET}
@@ -88,17 +76,11 @@ def test_a_broken_image_ends_the_run_with_one_line(tmp_path, monkeypatch, capfd)
             for i in range(4):
                 Image.new("RGB", (8, 8), (i, 0, 0)).save(tmp_path / split / name / f"{i}.png")
     (tmp_path / "train/a/2.png").write_bytes(b"broken")
+    words = ["train", *COMMON, *VIT, "data=image_folder", f"data.root='{tmp_path}'"]
+    words += [f"runs_dir='{tmp_path / 'runs'}'", "eval.batches=0"]
     for workers in (0, 1):
-        overrides = [
-            *COMMON,
-            *VIT,
-            "data=image_folder",
-            f"data.root='{tmp_path}'",
-            "model.classes=2",
-        ]
-        overrides += [f"runs_dir='{tmp_path / 'runs'}'", f"workers={workers}", "eval.batches=0"]
-        assert main(["train", *overrides]) == 3
+        assert main([*words, "model.classes=2", f"workers={workers}"]) == 3
         said = capfd.readouterr().err
         assert said.count("\n") == 1 and "train/a/2.png does not decode" in said
-    assert main(["train", *overrides[:-4], "model.classes=1", *overrides[-3:]]) == 3
+    assert main([*words, "model.classes=1"]) == 3
     assert "model.classes=1" in capfd.readouterr().err

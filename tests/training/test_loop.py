@@ -9,8 +9,12 @@ import torch
 from tiny_runs import METHODS, assert_equal_bits, final_state, metrics
 
 from sparsepretrain.errors import DivergedError
+from sparsepretrain.tasks.causal_lm import CausalLM
+from sparsepretrain.tracking.console import Console
+from sparsepretrain.training import loop
 from sparsepretrain.training.guard import MAX_OVERFLOWS, MAX_SKIPS
 from sparsepretrain.training.loop import train_step
+from sparsepretrain.training.trainer import train
 from sparsepretrain.training.validation import evaluate
 
 
@@ -57,10 +61,8 @@ def test_clip_limits_the_update_and_records_the_unclipped_norm(tiny):
         t = tiny.build(f"clip={clip}", "optim=sgd", "optim.weight_decay=0", "optim.momentum=0")
         before = [p.detach().clone() for p in t.model.parameters()]
         values = train_step(t)
-        after = list(t.model.parameters())
-        moved = math.sqrt(
-            sum((a - b).square().sum().item() for a, b in zip(after, before, strict=True))
-        )
+        moves = [a - b for a, b in zip(t.model.parameters(), before, strict=True)]
+        moved = torch.nn.utils.get_total_norm(moves).item()
         norms[clip] = (values.grad_norm, moved / values.lr)
     unclipped = norms["null"][0]
     assert unclipped > 0.5
@@ -92,11 +94,9 @@ def test_recorded_learning_rate_is_the_one_used(tiny):
 )
 def test_precisions_train_with_fp32_masters(tiny, precision, optimizer):
     changes = (f"optim={optimizer}", "optim.lr=1e-2", "schedule=constant")
-    full = losses(tiny, *changes)
-    outcome = tiny.train(*changes, f"precision={precision}")
-    half = [line["loss"] for line in metrics(outcome.directory)]
+    full, half = losses(tiny, *changes), losses(tiny, *changes, f"precision={precision}")
     assert half != full and half == pytest.approx(full, abs=0.05)
-    weights = final_state(outcome.directory)["model"]
+    weights = final_state(tiny.directory(*changes, f"precision={precision}"))["model"]
     assert {w.dtype for w in weights.values() if w.is_floating_point()} == {torch.float32}
 
 
@@ -134,21 +134,18 @@ def test_overflows_are_recorded_without_stale_flip_rates(tiny):
     assert all("flip_rate" not in line for line in lines)
 
 
-def poison(t, name, value=float("nan"), times=10**6):
-    """``value`` in one entry of the gradient of ``name``, ``times`` times."""
-    left = [times]
+LAYER = "transformer.h.0.mlp.c_fc.weight"
+
+
+def poison(t, value=math.nan):
+    """Let one entry of the gradient of ``LAYER`` be ``value`` from now on."""
 
     def hook(grad):
-        if left[0] > 0:
-            left[0] -= 1
-            grad = grad.clone()
-            grad.view(-1)[7] = value
+        grad = grad.clone()
+        grad.view(-1)[7] = value
         return grad
 
-    dict(t.model.named_parameters())[name].register_hook(hook)
-
-
-LAYER = "transformer.h.0.mlp.c_fc.weight"
+    t.model.get_parameter(LAYER).register_hook(hook)
 
 
 def trained(t):
@@ -157,12 +154,12 @@ def trained(t):
     return [model, t.optimizer.state_dict()["state"]]
 
 
-@pytest.mark.parametrize(("value", "clip"), [(float("nan"), "1.0"), (float("inf"), "null")])
+@pytest.mark.parametrize(("value", "clip"), [(math.nan, "1.0"), (math.inf, "null")])
 def test_guard_stop_names_the_parameter_and_updates_nothing(tiny, value, clip):
     t = tiny.build(f"clip={clip}")
     train_step(t)
     before = copy.deepcopy(trained(t))
-    poison(t, LAYER, value)
+    poison(t, value)
     with pytest.raises(DivergedError) as caught:
         train_step(t)
     message = str(caught.value)
@@ -176,12 +173,9 @@ def test_guard_stop_names_the_parameter_and_updates_nothing(tiny, value, clip):
 @pytest.mark.parametrize("line", ["log", "checkpoint"])
 def test_nan_in_a_pruned_weight_stops_the_run(tiny, monkeypatch, method, line):
     """The loss stays finite, so only the weights themselves show it."""
-    from sparsepretrain.training import loop
 
-    original = loop.train_step
-
-    def train_step(t):
-        values = original(t)
+    def poisoned_step(t):
+        values = train_step(t)
         if t.step == 3:
             layer = next(iter(t.sparsifier.layers.values()))
             with torch.no_grad():
@@ -189,7 +183,7 @@ def test_nan_in_a_pruned_weight_stops_the_run(tiny, monkeypatch, method, line):
         assert math.isfinite(values.loss)
         return values
 
-    monkeypatch.setattr(loop, "train_step", train_step)
+    monkeypatch.setattr(loop, "train_step", poisoned_step)
     every = 1 if line == "log" else 100
     words = (f"sparsity={method}", f"log.every={every}", "log.layers_every=0", "guard=skip")
     with pytest.raises(DivergedError, match=LAYER) as caught:
@@ -218,7 +212,7 @@ def test_guard_names_the_layer_of_a_nan(tiny):
 def test_guard_skip_stops_after_max_skips(tiny):
     t = tiny.build("guard=skip", "steps=100", "precision=fp32")
     before = copy.deepcopy([t.model.state_dict(), t.optimizer.state_dict()["state"]])
-    poison(t, LAYER)
+    poison(t)
     for k in range(1, MAX_SKIPS + 1):
         values = train_step(t)
         assert (t.step, t.guard.skipped, t.guard.skips_in_a_row) == (k, k, k)
@@ -229,17 +223,9 @@ def test_guard_skip_stops_after_max_skips(tiny):
     assert_equal_bits(before, [t.model.state_dict(), t.optimizer.state_dict()["state"]])
 
 
-def test_guard_skip_resets_its_count(tiny):
-    t = tiny.build("guard=skip")
-    poison(t, LAYER, times=2)
-    for skipped, in_a_row in [(1, 1), (2, 2), (2, 0)]:
-        train_step(t)
-        assert (t.guard.skipped, t.guard.skips_in_a_row) == (skipped, in_a_row)
-
-
 def test_nan_under_loss_scaling_stops_after_max_overflows(tiny):
     t = tiny.build("precision=fp16", "steps=200")
-    poison(t, LAYER)
+    poison(t)
     with pytest.raises(DivergedError, match=f"{LAYER} is not finite, {MAX_OVERFLOWS + 1} steps"):
         for _ in range(200):
             train_step(t)
@@ -248,8 +234,6 @@ def test_nan_under_loss_scaling_stops_after_max_overflows(tiny):
 @pytest.fixture
 def multiply_losses(monkeypatch):
     """``multiply_losses(nan, 1, 4)``: the training losses of these calls are multiplied."""
-    from sparsepretrain.tasks.causal_lm import CausalLM
-
     original = CausalLM.loss
 
     def start(factor, *numbers):
@@ -292,10 +276,8 @@ def test_evaluation_leaves_the_session_unchanged(tiny):
     train_step(t)
 
     def everything():
-        optimizer, sparsifier = t.optimizer.state_dict(), t.sparsifier.state_dict()
-        return copy.deepcopy(
-            [t.model.state_dict(), optimizer, sparsifier, torch.get_rng_state(), t.step, t.tokens]
-        )
+        states = [part.state_dict() for part in (t.model, t.optimizer, t.sparsifier)]
+        return copy.deepcopy([*states, torch.get_rng_state(), t.step, t.tokens])
 
     before, flips = everything(), t.sparsifier.metrics(per_layer=True)
     first = evaluate(t, "validation", 1, final=False)
@@ -324,19 +306,7 @@ def test_compiled_losses_equal_eager_ones(tiny, method, mode):
     assert losses(tiny, *changes, *other) == pytest.approx(eager, abs=1e-4)
 
 
-def test_runs_repeat_and_seeds_differ(tiny):
-    first = tiny.train()
-    again = tiny.train("runs_dir=" + str(tiny.root / "again"))
-    assert metrics(first.directory) == metrics(again.directory)
-    assert metrics(tiny.train("seed=1").directory) != metrics(first.directory)
-
-
 def test_a_closed_console_does_not_stop_a_run(tiny):
-    """A closed output is not an error."""
-    from sparsepretrain.tracking.console import Console
-    from sparsepretrain.training.trainer import train
-
-    run = tiny.load()
     closed = io.StringIO()
     closed.close()
-    assert train(run, Console(closed)) == 0
+    assert train(tiny.load(), Console(closed)) == 0

@@ -7,8 +7,9 @@ import pytest
 import torch
 from tiny_runs import METHODS, metrics
 
+from sparsepretrain import kernels
 from sparsepretrain.config import freeze
-from sparsepretrain.kernels import unpack_24
+from sparsepretrain.errors import SparsePretrainError
 from sparsepretrain.runs import checkpoint
 
 
@@ -22,7 +23,7 @@ def test_mask_files_equal_the_masks_of_the_weights(tiny):
         assert names == ["transformer.h.0.mlp.c_fc", "transformer.h.0.mlp.c_proj"]
         for name in names:
             shape = arrays[f"{name}.shape"].tolist()
-            mask = unpack_24(torch.from_numpy(arrays[name]), shape)
+            mask = kernels.unpack_24(torch.from_numpy(arrays[name]), shape)
             assert (mask.unflatten(1, (-1, 4)).sum(2) == 2).all()
             weight = state["model"][f"{name}.weight"]
             assert list(weight.shape) == shape
@@ -77,38 +78,34 @@ def test_flip_rates_are_means_since_the_line_before(tiny):
 
 def test_flip_rates_of_refreshed_masks_are_logged_at_refreshes(tiny):
     options = ("sparsity=tsrste", "sparsity.refresh=3", "sparsity.dense_tail=0.0", "steps=8")
-    lines = metrics(
-        tiny.train(*options, "optim.lr=0.01", "log.every=4", "eval.batches=0").directory
-    )
+    options = (*options, "optim.lr=0.01", "log.every=4", "eval.batches=0")
+    lines = metrics(tiny.train(*options).directory)
     flips = [(x["step"], x["flip_interval"]) for x in lines if "flip_rate" in x]
     assert flips == [(3, 3.0), (6, 3.0)]
     assert all(x["flip_rate"] == x["flip_rate_last"] > 0 for x in lines if "flip_rate" in x)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("method", "phase", "words"),
     [
-        (("sparsity=tsrste", "sparsity.dense_tail=0.5"), "since step 3 (dense_tail)"),
-        (("sparsity=tsrste", "sparsity.window.stop=0.5"), "since step 3 (window.stop)"),
-        (("sparsity=ste", "sparsity.window.stop=0.67"), "since step 4 (window.stop)"),
+        ("tsrste", "dense_tail=0.5", "since step 3 (dense_tail)"),
+        ("tsrste", "window.stop=0.5", "since step 3 (window.stop)"),
+        ("ste", "window.stop=0.67", "since step 4 (window.stop)"),
     ],
 )
-def test_a_dense_phase_at_the_end_is_explained(tiny, overrides, words):
-    outcome = tiny.train(*overrides)
+def test_a_dense_phase_at_the_end_is_explained(tiny, method, phase, words):
+    outcome = tiny.train(f"sparsity={method}", f"sparsity.{phase}")
     assert outcome.code == 0 and f"2: dense weights {words}" in outcome.output
 
 
-def test_summary_of_dense_training_names_no_pattern(tiny):
-    (line,) = [x for x in tiny.train("sparsity=dense").output.splitlines() if "parameters" in x]
-    assert "parameters, dense on 2 layers" in line
-    (line,) = [x for x in tiny.train("sparsity=sdgp").output.splitlines() if "parameters" in x]
-    assert "parameters, sdgp 2:4 on 2 layers" in line
+@pytest.mark.parametrize(("method", "name"), [("dense", "dense"), ("sdgp", "sdgp 2:4")])
+def test_summary_of_dense_training_names_no_pattern(tiny, method, name):
+    lines = tiny.train(f"sparsity={method}").output.splitlines()
+    (line,) = [line for line in lines if "parameters" in line]
+    assert f"parameters, {name} on 2 layers" in line
 
 
 def test_weights_outside_the_pattern_are_an_error(tiny, monkeypatch):
-    from sparsepretrain import kernels
-    from sparsepretrain.errors import SparsePretrainError
-
     right = kernels.soft_prune
     monkeypatch.setattr(kernels, "soft_prune", lambda w, n, m, **rest: right(w, 3, 4, **rest))
     with pytest.raises(SparsePretrainError, match=r"NOT 2:4: transformer\.h\.0\.mlp\.c_fc"):

@@ -29,12 +29,9 @@ def test_a_run_without_a_sparse_step_is_refused(method, phase, words):
         require_a_sparse_step(load(*overrides))
     assert words in str(caught.value) and len(caught.value.messages) == 1
     require_a_sparse_step(load(overrides[0]))
+    require_a_sparse_step(load("sparsity=dense", "sparsity.window.start=0.999"))
     if method != "tsrste":
         require_a_sparse_step(load(*overrides, "steps=2000"))
-
-
-def test_dense_run_needs_no_sparse_step():
-    require_a_sparse_step(load("sparsity=dense", "sparsity.window.start=0.999"))
 
 
 @pytest.mark.parametrize(

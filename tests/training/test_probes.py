@@ -76,11 +76,8 @@ def test_descent_probe_equals_fp64_formulas(tiny, method):
     (_, line) = probed(t, 2)
     t = tiny.build(*EXACT, *none, f"sparsity={method}")
     loop.train_step(t)
-    model, masks, batches = (
-        copy.deepcopy(t.model).double(),
-        t.sparsifier.masks(),
-        t.batches.again(1),
-    )
+    model, masks = copy.deepcopy(t.model).double(), t.sparsifier.masks()
+    batches = t.batches.again(1)
     before = {k: p.detach().clone() for k, p in model.named_parameters()}
     items = sum(map(t.task.count, batches))
 
@@ -112,9 +109,8 @@ def test_descent_probe_equals_fp64_formulas(tiny, method):
             weight = weight.sign() * (weight.abs() - low).clamp(min=0)
         if method != "dense":
             held[f"{name}.weight"] = weight * masks[name]
-    assert line["weights_only"] == pytest.approx(
-        float((loss(**held) - base).detach()), rel=1e-3, abs=2e-6
-    )
+    change = float((loss(**held) - base).detach())
+    assert line["weights_only"] == pytest.approx(change, rel=1e-3, abs=2e-6)
     assert (line["weights_only"] == line["actual_1"]) == (method == "dense")
 
 
@@ -122,9 +118,8 @@ def test_scale_probe_equals_fp64_formula(tiny):
     t = tiny.build(*EXACT, "sparsity.beta=l1", "probe=scale", "probe.scale.every=2")
     (line,) = probed(t, 2)
     for name, layer in t.sparsifier.layers.items():
-        weight = (
-            layer.weight.detach().double().movedim(layer.sparsity.dim, -1).unflatten(-1, (-1, 4))
-        )
+        weight = layer.weight.detach().double().movedim(layer.sparsity.dim, -1)
+        weight = weight.unflatten(-1, (-1, 4))
         low = weight.abs().sort(-1)[0][..., 1:2]
         soft = weight.sign() * (weight.abs() - low).clamp(min=0)
         best = float((weight * soft).sum() / soft.square().sum())

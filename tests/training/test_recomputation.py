@@ -36,27 +36,14 @@ def test_gradients_of_every_recipe_are_bit_equal(recipe):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        parts = (
-            nn.Linear(6, 6),
-            nn.BatchNorm1d(6),
-            nn.Dropout(0.5),
-            nn.Linear(6, 6),
-            nn.BatchNorm1d(6),
-        )
-        self.blocks = nn.ModuleList([nn.Sequential(*parts), nn.Sequential(*copy.deepcopy(parts))])
+        half = [nn.Linear(6, 6), nn.BatchNorm1d(6)]
+        block = nn.Sequential(*half, nn.Dropout(0.5), *copy.deepcopy(half))
+        self.blocks = nn.ModuleList([block, copy.deepcopy(block)])
 
     def forward(self, x):
         for block in self.blocks:
             x = block(x)
         return x
-
-
-def keep(tensors):
-    def pack(tensor):
-        tensors.append(tensor)
-        return tensor
-
-    return pack
 
 
 def test_batches_are_counted_once_and_draws_repeat():
@@ -69,7 +56,8 @@ def test_batches_are_counted_once_and_draws_repeat():
     for net in (plain, recomputed):
         torch.manual_seed(1)
         saved.append([])
-        with torch.autograd.graph.saved_tensors_hooks(keep(saved[-1]), lambda tensor: tensor):
+        keep = lambda tensor, kept=saved[-1]: kept.append(tensor) or tensor  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             net(x).square().sum().backward()
     for name, value in plain.state_dict().items():
         assert torch.equal(value, recomputed.state_dict()[name]), name

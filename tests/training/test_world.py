@@ -12,8 +12,17 @@ from sparsepretrain.training.world import World, join
 CPU = ("parallel.device=cpu", "batch.size=16", "batch.micro=4")
 
 
-def refusal(*words, started=None, monkeypatch=None):
-    run = config.load([*words, *CPU])
+@pytest.mark.parametrize(
+    ("words", "started", "told"),
+    [
+        ("parallel=single", 2, "parallel=single, but 2 processes"),
+        ("parallel=ddp parallel.nproc=4", 2, "parallel.nproc=4, but 2 processes"),
+        ("parallel=ddp parallel.nproc=2", None, "parallel.nproc=2"),
+        ("parallel=ddp", 3, "batch.size must be a multiple of batch.micro·3"),
+    ],
+)
+def test_unexpected_world_size_is_refused(words, started, told, monkeypatch):
+    run = config.load([*words.split(), *CPU])
     for key in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(key, raising=False)
     if started is not None:
@@ -21,24 +30,10 @@ def refusal(*words, started=None, monkeypatch=None):
         monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError) as caught, join(run):
         pass
-    return str(caught.value)
+    assert str(caught.value).startswith(told)
 
 
-def test_unexpected_world_size_is_refused(monkeypatch):
-    told = refusal("parallel=single", started=2, monkeypatch=monkeypatch)
-    assert told.startswith("parallel=single, but 2 processes")
-    told = refusal("parallel=ddp", "parallel.nproc=4", started=2, monkeypatch=monkeypatch)
-    assert told.startswith("parallel.nproc=4, but 2 processes")
-
-
-def test_missing_processes_are_refused(monkeypatch):
-    told = refusal("parallel=ddp", "parallel.nproc=2", monkeypatch=monkeypatch)
-    assert told.startswith("parallel.nproc=2")
-
-
-def test_batch_that_does_not_divide_is_refused(monkeypatch):
-    told = refusal("parallel=ddp", started=3, monkeypatch=monkeypatch)
-    assert told.startswith("batch.size must be a multiple of batch.micro·3")
+def test_batch_that_does_not_divide_is_refused():
     with pytest.raises(ConfigError, match=r"^batch\.size "):
         config.load(["parallel=ddp", "parallel.nproc=8", "batch.micro=16", *CPU])
     with pytest.raises(ConfigError, match=r"^parallel\.reduction "):
@@ -60,9 +55,9 @@ def test_fsdp_refuses_unsupported_options(words, told):
     assert str(caught.value).startswith(told)
 
 
-def test_one_process_on_a_machine_without_a_gpu():
-    assert processes(config.load(["parallel=ddp", *CPU])) == 1
-    assert processes(config.load(["parallel=ddp", "parallel.nproc=4", *CPU])) == 4
+@pytest.mark.parametrize(("words", "count"), [([], 1), (["parallel.nproc=4"], 4)])
+def test_one_process_on_a_machine_without_a_gpu(words, count):
+    assert processes(config.load(["parallel=ddp", *words, *CPU])) == count
 
 
 def test_batchnorm_is_synchronized_on_gpus_only():
