@@ -240,7 +240,8 @@ def _equal(claim: Claim, groups: list[list[_Series]], better: str | None) -> Rul
     if beyond:
         text = "; ".join(map(str, beyond))
         p = len(differences) * min(d.p(math.copysign(margin, d.mean)) for d in beyond)
-        return Ruling("contradicted", f"{text}, margin {margin:g}", differences, p)
+        text = f"{text}; beyond ± {margin:g}: p = {p:.1g}"
+        return Ruling("contradicted", text, differences, p)
     open_ = [d for d in differences if d.outside(margin) >= ALPHA]
     return Ruling("not decided", _undecided(open_, margin), differences)
 
@@ -276,8 +277,9 @@ def _count(claim: Claim, groups: list[list[_Series]], better: str | None) -> Rul
         below = sum(value < 0 for value in d.values)
         test = binomtest(below, d.n) if d.n else None
         low, high = test.proportion_ci() if test is not None else (0.0, 1.0)
-        texts.append(f"{d.label}: below 0 in {below} of {d.n} runs, share [{low:.2f}, {high:.2f}]")
         ps.append(float(test.pvalue) if test is not None else 1.0)
+        share = f"share [{low:.2f}, {high:.2f}], p = {ps[-1]:.1g}"
+        texts.append(f"{d.label}: below 0 in {below} of {d.n} runs, {share}")
         signs.append(1 if 2 * below > d.n else -1)
     if all(p < ALPHA and sign > 0 for p, sign in zip(ps, signs, strict=True)):
         return Ruling("held", "; ".join(texts), differences, max(ps))
