@@ -156,14 +156,20 @@ def test_report_of_several_runs_compares_them(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rule", "interval", "ratio"),
-    [("transposable", 5, "0.700"), ("magnitude", 5, None), ("transposable", 1, None)],
+    ("method", "rule", "interval", "ratio"),
+    [
+        ("tsrste", "transposable", 5, "0.700"),
+        ("srste", "magnitude", 5, "0.700"),
+        ("tsrste", "magnitude", 5, None),
+        ("tsrste", "transposable", 1, None),
+        ("unknown", "magnitude", 5, None),
+    ],
 )
 def test_flips_over_dense_are_shown_for_equal_mask_rules_and_intervals(
-    tmp_path, rule, interval, ratio
+    tmp_path, method, rule, interval, ratio
 ):
     dense = make_run(tmp_path / "a", "dense", sparsity={"flip_rule": rule}, interval=interval)
-    other = make_run(tmp_path / "b", "tsrste", sparsity={"decay": 1e-4}, interval=5, rate=0.007)
+    other = make_run(tmp_path / "b", method, sparsity={"decay": 1e-4}, interval=5, rate=0.007)
     lines = report([dense, other], tmp_path / "out")[-1].read_text().splitlines()
     header, _, _, second = [x.strip("| ").split(" | ") for x in lines if x[:2] == "| "][:4]
     found = dict(zip(header, second, strict=True)).get("flips / dense")
