@@ -16,7 +16,7 @@ from sparsepretrain.config.cells import Selection, cells
 from sparsepretrain.config.strict import build
 from sparsepretrain.config.tables import Metric, Table, load_table
 from sparsepretrain.reports import figures
-from sparsepretrain.reports.ran import what_ran
+from sparsepretrain.reports.ran import GROUPS, SINGLE, what_ran
 from sparsepretrain.reports.results import (
     CellResult,
     TableResults,
@@ -298,19 +298,89 @@ def test_every_committed_run_has_the_configuration_that_its_hash_names(record):
         assert all(freeze.hash_of(text) == key for key, text in part.configs.items())
 
 
+def split_names(text: str) -> list[str]:
+    """Names of cells, rows or columns; a name with a comma is quoted."""
+    return [quoted or plain for quoted, plain in re.findall(r'"([^"]+)"|([^",]+)(?=, |$)', text)]
+
+
+def printed_settings(lines: list[tuple[str, str]], cells) -> dict[str, dict[str, str]]:
+    """Read the block "What ran" back: for each cell the printed text of each key."""
+    printed: dict[str, dict[str, str]] = {cell.name: {} for cell in cells}
+
+    def named(text):
+        names = [name.strip() for name in split_names(text)]
+        chosen = {c.name for c in cells if {c.name, c.row, c.column} & set(names)}
+        assert chosen, text
+        return chosen
+
+    def keep(names, key, text):
+        for name in names:
+            assert key not in printed[name]
+            printed[name][key] = text
+
+    for label, text in lines:
+        items = re.split(r", (?![^\[]*\])", text)
+        if label in GROUPS:
+            for item in items:
+                key, _, value = item.partition(" ")
+                keep(printed, f"{label}.{key if value else 'name'}", value or item)
+        elif label.startswith("`") or label == "parameters":
+            parts = re.findall(r"(.+?) \(([^()]+)\)(?:; |$)", text) or [(text, "all others")]
+            own = {value: named(names) for value, names in parts if names != "all others"}
+            others = set(printed).difference(*own.values())
+            for value, _ in parts:
+                keep(own.get(value, others), label.strip("`"), value)
+        elif label in SINGLE:
+            keep(printed, label, text)
+        elif label != "seeds":
+            name, *pairs = items
+            method, _, pattern = name.partition(" ")
+            for key, value in [("name", method), *(pair.split(" ", 1) for pair in pairs)]:
+                keep(named(label), f"sparsity.{key}", value)
+            if pattern:
+                keep(named(label), "sparsity.n", pattern.partition(":")[0])
+                keep(named(label), "sparsity.m", pattern.partition(":")[2])
+    return printed
+
+
+def check_printed_settings(lines: list[tuple[str, str]], part: TableResults) -> None:
+    """Compare every printed setting with the frozen configuration of the cells that it names."""
+    cells = [cell for cell in part.cells if cell.config in part.configs]
+    printed = printed_settings(lines, cells)
+    for cell in cells:
+        config = freeze.flat(json.loads(part.configs[cell.config]))
+        found = printed[cell.name]
+        assert {"model.name", "data.name", "optim.name", "sparsity.name", "steps"} <= found.keys()
+        for key, text in found.items():
+            value = cell.parameters if key == "parameters" else config.get(key)  # null: not set
+            if isinstance(value, str):
+                assert text == value
+            else:
+                number = isinstance(value, float)
+                shown = json.loads(text.replace(",", "") if key == "parameters" else text)
+                assert shown == (float(f"{value:g}") if number else value)
+    assert dict(lines)["seeds"] == ", ".join(map(str, part.seeds))
+
+
 @each_record
 def test_every_printed_setting_is_that_of_all_its_runs(record):
-    """Read the settings back from the page, and compare them with the frozen configurations."""
     for part in read_record(record).all():
-        configs = [json.loads(text) for text in part.configs.values()]
-        lines = dict(what_ran(part))
-        for group in ("model", "data", "task", "optim", "schedule"):
-            pairs = re.findall(r", (\w+) (\[[^\]]*\]|[^,]+)", lines[group])
-            for key, shown in pairs:
-                found = {json.dumps(config[group][key]) for config in configs}
-                (value,) = map(json.loads, found)
-                assert shown == value if isinstance(value, str) else json.loads(shown) == value
-        assert lines["seeds"] == ", ".join(map(str, part.seeds))
+        check_printed_settings(what_ran(part), part)
+
+
+@pytest.mark.parametrize(
+    "key", ["model.n_embd", "optim.lr", "steps", "sparsity.decay", "sparsity.name", "clip"]
+)
+def test_a_setting_that_differs_from_the_printed_one_is_found(key):
+    part = read_record(RECORDS[0].with_name("claims_tuned_lm.json.gz"))
+    lines = what_ran(part)
+    (cell,) = [cell for cell in part.cells if (cell.row, cell.seed) == ("SR-STE", part.seeds[0])]
+    config = json.loads(part.configs[cell.config])
+    group, _, name = key.rpartition(".")
+    (config[group] if group else config)[name] = "another"
+    part.configs[cell.config] = json.dumps(config)
+    with pytest.raises(AssertionError):
+        check_printed_settings(lines, part)
 
 
 @each_record
