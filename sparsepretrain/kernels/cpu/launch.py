@@ -1,4 +1,4 @@
-"""Compiling, memory layout and threads of CPU kernels.
+"""Compiling and memory layout of CPU kernels.
 
 Imported only where such a kernel runs; the references need torch alone.
 """
@@ -6,20 +6,16 @@ Imported only where such a kernel runs; the references need torch alone.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
-import itertools
 import os
 import pickle
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import llvmlite.binding
 import numba
-import torch
 from numba.core.caching import NullCache
 from numba.core.compiler import Compiler, CompileResult
 from torch import Tensor
@@ -28,9 +24,6 @@ from sparsepretrain import __version__
 from sparsepretrain.files import cache_directory, write_atomic
 
 Array = Any
-PER_THREAD = 2**21
-"""Minimum number of elements per thread. A second one must be woken, waits for the GIL
-and shares its core with what OpenMP still does: for a millisecond of work steps become slower."""
 _SOURCES = hashlib.sha256(
     b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
 ).digest()
@@ -105,36 +98,6 @@ def compiled(function: Callable[..., None]) -> Any:
 
 inlined = numba.njit(forceinline=True, error_model="numpy", pipeline_class=_Disjoint)
 """A part of a kernel."""
-
-
-@functools.lru_cache(maxsize=1)
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count(), "sparsepretrain-kernel")
-
-
-os.register_at_fork(after_in_child=_threads.cache_clear)  # a child has none of its parent's
-
-
-def run(kernel: Any, rows: int, arrays: tuple[Array, ...], *numbers: Any) -> None:
-    """Run ``kernel(*arrays, *numbers)`` on parts of the rows, on at most as many threads as torch.
-
-    The contiguous arrays are cut along axis 0, which is a multiple of ``rows`` long, or are empty.
-    """
-    if not rows:
-        return
-    parts = min(torch.get_num_threads(), arrays[0].size // PER_THREAD, rows)
-    if parts < 2:
-        kernel(*arrays, *numbers)
-        return
-    ends = [rows * i // parts for i in range(parts + 1)]
-    cut = [
-        [a[len(a) // rows * start : len(a) // rows * stop] for a in arrays]
-        for start, stop in itertools.pairwise(ends)
-    ]
-    waiting = [_threads().submit(kernel, *part, *numbers) for part in cut[1:]]
-    kernel(*cut[0], *numbers)
-    for done in waiting:
-        done.result()
 
 
 def groups_of(x: Tensor, m: int, dim: int) -> Array:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.kernels.common import INTEGER_OF_SIZE
-from sparsepretrain.kernels.cpu.launch import Array, compiled, run
+from sparsepretrain.kernels.cpu.launch import Array, compiled
 
 
 def apply_mask(x: Tensor, mask: Tensor, out: Tensor | None) -> Tensor:
@@ -17,8 +17,7 @@ def apply_mask(x: Tensor, mask: Tensor, out: Tensor | None) -> Tensor:
     pruned = out if out is not None and straight else torch.empty_like(x)
     if straight and pruned.data_ptr() == x.data_ptr():  # loops take no arrays that overlap
         x = x.clone()
-    arrays = [_flat(t) for t in (x.view(integer), mask, pruned.view(integer))]
-    run(kernel, mask.numel(), tuple(arrays))
+    kernel(_flat(x.view(integer)), _flat(mask), _flat(pruned.view(integer)))
     if straight:
         torch.autograd.graph.increment_version(pruned)
     return pruned if out is None or straight else out.copy_(pruned)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.kernels.common import from_groups4, to_groups4
-from sparsepretrain.kernels.cpu.launch import compiled, inlined, run
+from sparsepretrain.kernels.cpu.launch import compiled, inlined
 from sparsepretrain.kernels.cpu.noise import counters, fill
 from sparsepretrain.kernels.keys import AnyKey
 
@@ -41,7 +41,7 @@ def mvue(
     numbers = k0, k1, real(info.smallest_subnormal), real(info.tiny), factor, max_value
     # by the types of these Numba compiles one of two
     exact, wide = (True if flag else None for flag in (estimator == "exact", real(0).itemsize == 8))
-    run(_estimate, groups, arrays, *numbers, exact, wide)
+    _estimate(*arrays, *numbers, exact, wide)
     return from_groups4(out, x, dim, order)
 
 

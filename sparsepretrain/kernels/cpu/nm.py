@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.kernels.common import INTEGER_OF_SIZE
-from sparsepretrain.kernels.cpu.launch import compiled, groups_of, inlined, run
+from sparsepretrain.kernels.cpu.launch import compiled, groups_of, inlined
 
 
 def nm_mask(x: Tensor, n: int, m: int, dim: int, low: bool, packed: bool) -> Tensor | None:
@@ -20,10 +20,9 @@ def nm_mask(x: Tensor, n: int, m: int, dim: int, low: bool, packed: bool) -> Ten
     word = keys.dtype.type
     numbers = word(n), not low, word(numpy.iinfo(word).max)
     if keys.shape[2] == 1:
-        arrays = keys.reshape(-1), flags.reshape(-1).view(numpy.uint32)
-        run(_contiguous_groups4, len(keys), arrays, *numbers)
+        _contiguous_groups4(keys.reshape(-1), flags.reshape(-1).view(numpy.uint32), *numbers)
     else:
-        run(_strided_groups4, len(keys), (keys, flags), *numbers)
+        _strided_groups4(keys, flags, *numbers)
     return mask
 
 

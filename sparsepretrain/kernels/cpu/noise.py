@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.kernels import keys
-from sparsepretrain.kernels.cpu.launch import Array, compiled, inlined, run
+from sparsepretrain.kernels.cpu.launch import Array, compiled, inlined
 from sparsepretrain.kernels.keys import LOW_32, AnyKey, key_words
 
 _M0, _M1 = numpy.uint64(keys.PHILOX_M0), numpy.uint64(keys.PHILOX_M1)
@@ -23,7 +23,7 @@ def uniform_noise(
     """``words`` fp32 tensors (groups, features)."""
     out = torch.empty(groups, words, features)
     tokens, k0, k1 = counters(key, groups)
-    run(_uniforms, groups, (out.numpy(), tokens), k0, k1)
+    _uniforms(out.numpy(), tokens, k0, k1)
     return list(out.unbind(1))
 
 
