@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from multiprocessing import connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any, Literal
@@ -76,7 +76,7 @@ class StudyCell:
     pace: float | None = None
     """Recent seconds per step."""
 
-    @property
+    @cached_property
     def directory(self) -> RunDirectory:
         """Run directory."""
         return RunDirectory.of(self.run)
@@ -189,9 +189,10 @@ class Study(contextlib.AbstractContextManager["Study"]):
             try:
                 while self._children or (waiting and not stopping):
                     for cell in () if stopping else tuple(waiting):
+                        if len(self._children) >= self.jobs:
+                            break
                         # Two cells of the same run share its directory: run one after the other.
-                        busy = {other.directory for other in self._children}
-                        if len(busy) >= self.jobs or cell.directory in busy:
+                        if any(cell.directory == other.directory for other in self._children):
                             continue
                         if (devices := self._free_devices(cell)) is not None:
                             waiting.remove(cell)

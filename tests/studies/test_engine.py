@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import Tiny, assert_same_run, final_state
 
+from sparsepretrain.config import freeze
 from sparsepretrain.errors import INTERRUPTED
 from sparsepretrain.studies import engine
 from sparsepretrain.studies.engine import Stopped, Study, StudyCell
@@ -89,6 +90,24 @@ def test_child_trains_an_ordinary_run_and_finished_cells_are_skipped(
     (again,) = cells(tiny, "a")
     assert study([again]) == f"a: {a.directory} is finished (6 steps): nothing to do\n"
     assert again.state == "finished"
+
+
+def test_directory_of_a_cell_is_derived_once(
+    tiny: Tiny, in_process: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It needs the hash of the configuration: 27 % of a core for 400 waiting cells."""
+    derived = []
+
+    class Counted(engine.RunDirectory):
+        @classmethod
+        def of(cls, config: object) -> engine.RunDirectory:
+            derived.append(config)
+            return engine.RunDirectory(freeze.run_directory(config))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine, "RunDirectory", Counted)
+    chosen = cells(tiny, "abcd", "steps=1", *QUIET)
+    study(chosen)
+    assert all(cell.state == "finished" for cell in chosen) and len(derived) == 4
 
 
 def test_partial_cell_continues_bit_exactly(tiny: Tiny, in_process: object) -> None:
