@@ -6,15 +6,19 @@ a missing, slow or failing mirror never stops or slows a run.
 
 from __future__ import annotations
 
+import json
+import queue
+import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from sparsepretrain.config.groups import Tracker
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.record import Record
 from sparsepretrain.tracking.console import Console
-from sparsepretrain.tracking.mirror import Lane, Mirror, TensorBoard
 from sparsepretrain.tracking.wandb import WeightsAndBiases
 
 CLOSING_SECONDS = 10.0
@@ -48,12 +52,21 @@ class Stream:
         self._lanes = [Lane(mirror, console.warn) for mirror in mirrors]
 
     def log(self, record: dict[str, Any]) -> None:
-        """Record a step (see :meth:`Record.write`); a recorded step is skipped."""
+        """Record a step (see :meth:`Record.write`); a recorded step is skipped.
+
+        Mirrors get its numbers; keys of an evaluation become ``<split>/<key>``.
+        """
         line = self.record.write(record)
         if line is None:
             return
         self._console.step(line, self._total)
-        values = values_of(line)
+        prefix = f"{line['split']}/" if "split" in line else ""
+        skipped = ("step", "split", "time", "tokens") if prefix else ("step", "split")
+        values = {
+            prefix + key: value
+            for key, value in line.items()
+            if key not in skipped and isinstance(value, int | float)
+        }
         for lane in self._lanes:
             lane.offer(line["step"], values)
 
@@ -67,12 +80,92 @@ class Stream:
             lane.finish(exit_code, summary or {}, deadline=deadline)
 
 
-def values_of(line: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of a line; keys of an evaluation become ``<split>/<key>``."""
-    prefix = f"{line['split']}/" if "split" in line else ""
-    skipped = ("step", "split") if not prefix else ("step", "split", "time", "tokens")
-    return {
-        prefix + key: value
-        for key, value in line.items()
-        if key not in skipped and isinstance(value, int | float)
-    }
+class Mirror(Protocol):
+    """Tracker; all methods are called in one thread, not the main one."""
+
+    name: str
+    """Name in warnings."""
+
+    def open(self) -> str | None:
+        """Import the package, connect and send the configuration; may return a warning."""
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Send the values of one step."""
+
+    def close(self, exit_code: int, summary: dict[str, Any]) -> None:
+        """Send the summary and finish."""
+
+
+@dataclass
+class TensorBoard:
+    """Event files in ``run_dir/tensorboard``; a resume hides points of later steps."""
+
+    run_dir: Path
+    config: dict[str, Any]
+    resume_step: int | None
+    name: str = "TensorBoard"
+
+    def open(self) -> None:
+        import tensorboard  # noqa: F401  (torch's own message does not name the package)
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None if self.resume_step is None else self.resume_step + 1
+        self._writer = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=purge)
+        self._text("config", self.config)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        for key, value in values.items():
+            self._writer.add_scalar(key, value, step)
+
+    def close(self, exit_code: int, summary: dict[str, Any]) -> None:
+        self._text("summary", {"exit_code": exit_code, **summary})
+        self._writer.close()
+
+    def _text(self, tag: str, values: dict[str, Any]) -> None:
+        text = json.dumps(values, indent=2, default=str)
+        self._writer.add_text(tag, f"```json\n{text}\n```")
+
+
+class Lane(threading.Thread):
+    """Runs a mirror behind a queue; a failing one is dropped with one warning."""
+
+    def __init__(self, mirror: Mirror, warn: Callable[[str], None]) -> None:
+        super().__init__(name=f"tracker {mirror.name}", daemon=True)
+        self._mirror = mirror
+        self._warn = warn
+        self._queue: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
+        self._ending: tuple[int, dict[str, Any]] = (0, {})
+        self._dropped = False
+        self.start()
+
+    def offer(self, step: int, values: dict[str, float]) -> None:
+        """Queue a record without waiting."""
+        if not self._dropped:
+            self._queue.put((step, values))
+
+    def finish(self, exit_code: int, summary: dict[str, Any], *, deadline: float) -> None:
+        """Let the mirror send queued records and close until ``deadline`` (monotonic)."""
+        self._ending = (exit_code, summary)
+        self._queue.put(None)
+        self.join(max(0.0, deadline - time.monotonic()))
+        if self.is_alive():
+            self._drop("did not finish in time")
+
+    def run(self) -> None:
+        try:
+            if note := self._mirror.open():
+                self._warn(f"{self._mirror.name} {note}")
+            while (item := self._queue.get()) is not None:
+                self._mirror.log(*item)
+            self._mirror.close(*self._ending)
+        except ImportError as error:
+            package = (error.name or self._mirror.name).partition(".")[0]
+            self._drop(f"needs the package {package}, which is not installed")
+        except Exception as error:  # a run must survive all errors of third parties
+            first = next(iter(str(error).splitlines()), "")
+            self._drop(f"failed ({type(error).__name__}{': ' if first else ''}{first})")
+
+    def _drop(self, reason: str) -> None:
+        if not self._dropped:
+            self._dropped = True
+            self._warn(f"{self._mirror.name} {reason}; metrics.jsonl stays complete")

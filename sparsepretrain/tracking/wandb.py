@@ -23,7 +23,7 @@ FINISH_SECONDS = 8
 
 @dataclass
 class WeightsAndBiases:
-    """W&B as a :class:`~sparsepretrain.tracking.mirror.Mirror`.
+    """W&B as a :class:`~sparsepretrain.tracking.stream.Mirror`.
 
     ``run_dir/wandb/run_id`` holds the W&B run id: a resumed run continues the same W&B run, a fresh
     start gets a new one.
