@@ -8,11 +8,7 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import TypeVar
-
-T = TypeVar("T")
-NAMES: dict[type, str] = {dict: "object", list: "array"}
-"""Names of JSON types in errors."""
+from typing import Any
 
 LONGEST_NAME = 200
 """Maximum bytes of a directory name: file systems allow 255, and temporary names are longer."""
@@ -33,21 +29,21 @@ def cache_directory() -> Path:
     return Path(base, "sparsepretrain")
 
 
-def parse_json(text: str | bytes, kind: type[T]) -> T:
-    """Parse JSON; raise ValueError unless the value is a ``kind``."""
+def parse_json(text: str | bytes) -> dict[str, Any]:
+    """Parse a JSON object; raise ValueError for anything else."""
     try:
         value = json.loads(text)
     except RecursionError:
         raise ValueError("its lists and objects are nested too deeply") from None
-    if not isinstance(value, kind):
-        raise ValueError(f"expected a JSON {NAMES[kind]}, got {type(value).__name__}")
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, got {type(value).__name__}")
     return value
 
 
-def read_json(path: Path, kind: type[T]) -> T:
-    """Parse a JSON file; raise OSError if unreadable, ValueError if not a UTF-8 ``kind``."""
+def read_json(path: Path) -> dict[str, Any]:
+    """Parse a JSON file; raise OSError if unreadable, ValueError if not a UTF-8 object."""
     require_file(path)
-    return parse_json(path.read_text(encoding="utf-8"), kind)
+    return parse_json(path.read_text(encoding="utf-8"))
 
 
 def require_file(path: Path) -> None:

@@ -47,10 +47,10 @@ def test_bad_json_is_a_value_error(tmp_path, content, told):
     file = tmp_path / "a.json"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=told):
-        read_json(file, dict)
+        read_json(file)
 
 
 def test_pipe_is_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="not a regular file"):
-        read_json(tmp_path / "pipe", dict)
+        read_json(tmp_path / "pipe")

@@ -103,7 +103,7 @@ def verify(directory: Path, on_bytes: Callable[[int, int], None], *, known: bool
     sums: dict[str, str] = manifest["sha256"] | manifest["references"]
     remembered = None
     with contextlib.suppress(OSError, ValueError):
-        remembered = read_json(directory / VERIFIED, dict)
+        remembered = read_json(directory / VERIFIED)
     try:
         stats, done = {name: os.stat(directory / name) for name in sums}, 0
         stamps = {name: [s.st_size, s.st_mtime_ns, s.st_ino] for name, s in stats.items()}
@@ -134,7 +134,7 @@ def fingerprint(dtype: str, sums: dict[str, str]) -> str:
 def _read_manifest(directory: Path) -> dict[str, Any]:
     file = directory / MANIFEST
     try:
-        manifest = read_json(file, dict)
+        manifest = read_json(file)
         known = fingerprint(manifest["dtype"], manifest["sha256"])
         whole = (manifest["format"], manifest["fingerprint"]) == (FORMAT, known)
     except (OSError, ValueError, KeyError):

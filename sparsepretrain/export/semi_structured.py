@@ -62,8 +62,8 @@ def load_semi_structured(
 
     directory = Path(directory)
     try:
-        about = read_json(directory / ABOUT, dict)
-        (name,) = read_json(directory / "config.json", dict)["architectures"]
+        about = read_json(directory / ABOUT)
+        (name,) = read_json(directory / "config.json")["architectures"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{directory} is not an export of a transformers model") from error
     if about["pattern"] != "2:4" or about["adapters"]:

@@ -401,7 +401,7 @@ def read_record(file: Path) -> TableResults:
     """Read a file of :func:`write_record`."""
     try:
         text = gzip.decompress(file.read_bytes())
-        return strict.build(TableResults, parse_json(text, dict))
+        return strict.build(TableResults, parse_json(text))
     except (OSError, EOFError, ValueError, ConfigError) as error:
         raise DataError(f"{file} is not a record of a table: {one_line(error)}") from error
 

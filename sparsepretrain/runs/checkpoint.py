@@ -113,7 +113,7 @@ class Checkpoint:
         """Return the parts without tensors."""
         file = self.path / STATE
         try:
-            return read_json(file, dict)
+            return read_json(file)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{file} cannot be read: {reason(error)}") from error
 
@@ -140,7 +140,7 @@ class Checkpoint:
     def problem(self, parts: Iterable[str] | None = None) -> str | None:
         """Return the damage found in the files of ``parts`` (None: all), or None if intact."""
         try:
-            manifest = read_json(self.path / MANIFEST, dict)
+            manifest = read_json(self.path / MANIFEST)
             if manifest["format"] != FORMAT:
                 return f"format {manifest['format']}, this version reads {FORMAT}"
             number = self.path.name.removeprefix("step_")  # other names are copies by the user

@@ -102,9 +102,6 @@ class RunDirectory:
     def __str__(self) -> str:
         return str(self.path)
 
-    def __fspath__(self) -> str:
-        return str(self.path)
-
     def masks_file(self, step: int) -> Path:
         """Return the path of a step's masks: ``pack_24`` codes and shapes by layer."""
         return self.masks / f"{checkpoint.step_name(step)}.npz"
@@ -164,7 +161,7 @@ class RunDirectory:
         if not self.environment_file.is_file():
             return {}
         try:
-            return read_json(self.environment_file, dict)
+            return read_json(self.environment_file)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self.environment_file} cannot be read: {error}") from error
 
@@ -174,7 +171,7 @@ class RunDirectory:
         Stage ``train`` is the run itself; others are stages of a table.
         """
         try:
-            return read_json(self.failures_file, dict)
+            return read_json(self.failures_file)
         except (OSError, ValueError):
             return {}
 
@@ -192,7 +189,7 @@ class RunDirectory:
     def status(self) -> int | None:
         """Return the exit code left by rank 0, or None."""
         with contextlib.suppress(OSError, ValueError, KeyError):
-            return int(read_json(self.status_file, dict)["exit_code"])
+            return int(read_json(self.status_file)["exit_code"])
         return None
 
     def leave_status(self, exit_code: int | None) -> None:
@@ -263,7 +260,7 @@ class RunDirectory:
         found = sorted(file.parent.glob(f"{file.stem}_2*.json"))  # a date follows the stage
         if not found:
             return None
-        tasks = read_json(found[-1], dict).get("results", {})
+        tasks = read_json(found[-1]).get("results", {})
         return {
             f"{task}/{key.removesuffix(',none')}": float(value)
             for task, values in tasks.items()

@@ -107,7 +107,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
                     raise DataError(f"{file}, line {wrong} is not a JSON record: remove that line")
                 record = None
                 with contextlib.suppress(ValueError):
-                    record = parse_json(text, dict)
+                    record = parse_json(text)
                 step = None if record is None else record.get("step")
                 if record is not None and isinstance(step, int) and 0 <= step < 2**53:
                     yield record
@@ -128,7 +128,7 @@ def tail(file: Path, size: int = 1 << 18) -> list[dict[str, Any]]:
     records = []
     for text in texts:
         with contextlib.suppress(ValueError):  # the first and the last line may be incomplete
-            records.append(parse_json(text, dict))
+            records.append(parse_json(text))
     return [line for line in records if "step" in line]
 
 

@@ -153,7 +153,7 @@ def _json_rows(file: str) -> Iterator[tuple[int, Row]]:
                 if not line.strip():
                     continue
                 try:
-                    row = parse_json(line, dict)
+                    row = parse_json(line)
                 except ValueError as error:
                     problem = f"not a JSON object per line ({error})"
                     raise DataError(f"{file}:{number}: {problem}") from error
