@@ -20,6 +20,9 @@ INTERRUPTED = 130
 PREEMPTED = 143
 """Exit code after SIGTERM and a clean save (128 + 15); schedulers may requeue."""
 
+Problems = Iterator[tuple[str, str]]
+"""Invalid options as (key, message)."""
+
 
 class SparsePretrainWarning(UserWarning):
     """Warning of this package; commands print it as one line."""

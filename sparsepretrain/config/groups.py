@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from sparsepretrain import registry
-from sparsepretrain.errors import ConfigError
-from sparsepretrain.limits import Problems
+from sparsepretrain.errors import ConfigError, Problems
 
 
 @dataclass(slots=True, kw_only=True)

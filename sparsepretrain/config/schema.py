@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from sparsepretrain import registry
 from sparsepretrain.config.groups import Tracker
+from sparsepretrain.errors import Problems
 from sparsepretrain.files import is_plain_name
-from sparsepretrain.limits import Problems
 
 MOST_STEPS = 10**9
 """Most steps of a run, and most passes over its data."""

@@ -13,8 +13,7 @@ import types
 import typing
 from typing import Annotated, Any, TypeVar
 
-from sparsepretrain.errors import ConfigError
-from sparsepretrain.limits import Problems, outside
+from sparsepretrain.errors import ConfigError, Problems
 from sparsepretrain.registry import suggestion
 
 T = TypeVar("T")
@@ -70,8 +69,32 @@ def walk(cls: type, data: Any, path: str, errors: list[str]) -> Any:
 def out_of_range(options: Any) -> Problems:
     """Yield (key, message) of every number outside its declared range."""
     for key, (limit, nullable) in _ranges(options.__class__).items():
-        if message := outside(getattr(options, key), limit, nullable=nullable):
+        if message := _outside(getattr(options, key), limit, nullable=nullable):
             yield key, message
+
+
+def _outside(value: Any, limit: str, *, nullable: bool = False) -> str:
+    """Return a message if ``value`` (a number, a list of numbers, or None) is out of range.
+
+    None is always valid; with ``nullable`` the message mentions null.
+    """
+    several = isinstance(value, list | tuple)
+    if all(v is None or _within(v, limit) for v in (value if several else [value])):
+        return ""
+    verb = "be" if limit[0] in ">≥" else "lie in"
+    null = f" or {'be ' * (verb != 'be')}null" * nullable
+    return f"must {verb} {limit}{null}, got {list(value) if several else value}"
+
+
+def _within(value: float, limit: str) -> bool:
+    low, high = (_number(end) for end in f"{limit.strip('>≥[]()')},inf".split(",")[:2])
+    at_end = (value == low and limit[0] in "≥[") or (value == high and limit[-1] == "]")
+    return low < value < high or at_end
+
+
+def _number(text: str) -> float:
+    base, power, exponent = text.partition("^")
+    return int(base) ** int(exponent) if power else float(text)
 
 
 @functools.cache

@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal
 
 from sparsepretrain.config.places import TABLES, search_path, shipped
 from sparsepretrain.config.strict import build
-from sparsepretrain.errors import ConfigError, one_line
-from sparsepretrain.limits import Problems
+from sparsepretrain.errors import ConfigError, Problems, one_line
 from sparsepretrain.registry import suggestion
 
 PUBLISHED = "table/_published.yaml"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sparsepretrain.data.tokenizer import BYTES, Tokenizer, tokenizer
+from sparsepretrain.errors import Problems
 from sparsepretrain.files import is_plain_name
-from sparsepretrain.limits import Problems
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 SPLITS = (TRAIN, VALIDATION, TEST)

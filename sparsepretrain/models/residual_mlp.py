@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from sparsepretrain.limits import Problems
+from sparsepretrain.errors import Problems
 from sparsepretrain.models import Recipe
 from sparsepretrain.models._text import ffn_problems
 from sparsepretrain.registry import register

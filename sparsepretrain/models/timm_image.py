@@ -6,8 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from sparsepretrain.errors import ConfigError, needs, reason
-from sparsepretrain.limits import Problems
+from sparsepretrain.errors import ConfigError, Problems, needs, reason
 from sparsepretrain.models import Head, Recipe
 from sparsepretrain.models._text import Activation, transformers_name
 from sparsepretrain.registry import register, suggestion

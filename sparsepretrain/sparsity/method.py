@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from sparsepretrain import kernels
-from sparsepretrain.limits import Problems
+from sparsepretrain.errors import Problems
 from sparsepretrain.sparsity.operand_table import Operand, Row
 from sparsepretrain.sparsity.schedule import Phase, Schedule, Window
 

@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sparsepretrain.errors import ConfigError
-from sparsepretrain.limits import Problems
+from sparsepretrain.errors import ConfigError, Problems
 from sparsepretrain.sparsity.operand_table import Row
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparsepretrain import registry
-from sparsepretrain.limits import Problems
+from sparsepretrain.errors import Problems
 
 if TYPE_CHECKING:
     import torch

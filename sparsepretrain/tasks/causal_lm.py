@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from sparsepretrain.limits import Problems
+from sparsepretrain.errors import Problems
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, cross_entropy
 from sparsepretrain.tasks._bases import WindowTask

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from sparsepretrain.data.formats import Images
 from sparsepretrain.data.order import Shuffle
 from sparsepretrain.data.preparation import load
-from sparsepretrain.limits import Problems
+from sparsepretrain.errors import Problems
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, Observation, Progress, Task, cross_entropy, widen
 

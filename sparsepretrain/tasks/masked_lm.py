@@ -11,8 +11,7 @@ import numpy as np
 from sparsepretrain.data.encoding import open_codec
 from sparsepretrain.data.source import SPLITS
 from sparsepretrain.data.tokens import TokenData
-from sparsepretrain.errors import ConfigError
-from sparsepretrain.limits import Problems
+from sparsepretrain.errors import ConfigError, Problems
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, Observation, Task, cross_entropy
 from sparsepretrain.tasks._bases import WindowTask

@@ -13,7 +13,7 @@ import numpy as np
 
 from sparsepretrain.data.encoding import Codec
 from sparsepretrain.data.sources.questions import QUESTIONS
-from sparsepretrain.limits import Problems
+from sparsepretrain.errors import Problems
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, Observation, averages
 from sparsepretrain.tasks._bases import RecordTask, RecordTaskOptions, Sample, join

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from sparsepretrain import registry
-from sparsepretrain.errors import ConfigError
-from sparsepretrain.limits import Problems
+from sparsepretrain.errors import ConfigError, Problems
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, Progress, Task, widen
 

@@ -13,8 +13,7 @@ from sparsepretrain.data.encoding import open_codec
 from sparsepretrain.data.formats import Pairs, pairs, references
 from sparsepretrain.data.order import Buckets, pad
 from sparsepretrain.data.preparation import load
-from sparsepretrain.errors import DataError, needs
-from sparsepretrain.limits import Problems
+from sparsepretrain.errors import DataError, Problems, needs
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, Observation, Progress, Task, averages, cross_entropy
 

@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 from sparsepretrain.data.source import SPLITS, Document, Shard, Source, SourceOptions, ranges
 from sparsepretrain.data.sources._files import TextFile, match, refuse_shared, unreadable
 from sparsepretrain.data.sources._hub import load_rows
-from sparsepretrain.errors import DataError, needs, reason
+from sparsepretrain.errors import DataError, Problems, needs, reason
 from sparsepretrain.files import parse_json
-from sparsepretrain.limits import Problems
 
 SHARD_ROWS = 16384
 """Rows of a hub dataset per shard."""

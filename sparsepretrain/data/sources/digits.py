@@ -12,8 +12,7 @@ import numpy as np
 from sparsepretrain.data.order import permutation
 from sparsepretrain.data.source import TEST, TRAIN, VALIDATION, Document, Shard, SourceOptions
 from sparsepretrain.data.sources._images import IndexSource, index_documents
-from sparsepretrain.errors import needs
-from sparsepretrain.limits import Problems
+from sparsepretrain.errors import Problems, needs
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:

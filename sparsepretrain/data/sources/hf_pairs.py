@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 from sparsepretrain.data.source import Document, Shard, SourceOptions, TokenOptions
 from sparsepretrain.data.sources._hub import HubOptions, HubSource
-from sparsepretrain.errors import DataError
-from sparsepretrain.limits import Problems
+from sparsepretrain.errors import DataError, Problems
 from sparsepretrain.registry import register
 
 COLUMN = "translation"

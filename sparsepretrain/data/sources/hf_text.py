@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from sparsepretrain.data.source import TEST, TRAIN, VALIDATION, Document, Shard, TextOptions
 from sparsepretrain.data.sources._hub import HubOptions, HubSource
-from sparsepretrain.errors import DataError
-from sparsepretrain.limits import Problems
+from sparsepretrain.errors import DataError, Problems
 from sparsepretrain.registry import register
 
 LOADERS = ("json", "text", "csv", "parquet", "arrow")

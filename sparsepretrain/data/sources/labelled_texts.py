@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from sparsepretrain.data.source import SourceOptions
 from sparsepretrain.data.sources._records import RecordOptions, RecordSource, Row, text
-from sparsepretrain.limits import Problems
+from sparsepretrain.errors import Problems
 from sparsepretrain.registry import register
 
 LABELED = "labeled texts"

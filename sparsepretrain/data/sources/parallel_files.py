@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 
 from sparsepretrain.data.source import SPLITS, Document, Shard, Source, TokenOptions
 from sparsepretrain.data.sources._files import TextFile, refuse_shared, unreadable
-from sparsepretrain.errors import DataError
-from sparsepretrain.limits import Problems
+from sparsepretrain.errors import DataError, Problems
 from sparsepretrain.registry import register
 
 SHARD_PAIRS = 16384

@@ -10,8 +10,7 @@ from typing import ClassVar
 
 from sparsepretrain.data.source import SourceOptions, TextOptions
 from sparsepretrain.data.sources._files import FileSource, TextFile, unreadable
-from sparsepretrain.errors import DataError
-from sparsepretrain.limits import Problems
+from sparsepretrain.errors import DataError, Problems
 from sparsepretrain.registry import register
 
 SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__"})

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from sparsepretrain.data.source import TEST, VALIDATION, SourceOptions, TextOptions
 from sparsepretrain.data.sources._files import FileSource, TextFile, match, refuse_shared
-from sparsepretrain.limits import Problems
+from sparsepretrain.errors import Problems
 from sparsepretrain.registry import register
 
 
