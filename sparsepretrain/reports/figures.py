@@ -143,7 +143,7 @@ def ranked_figure(results: TableResults, table: Table) -> Figure | None:
     if not rows:
         return None
     names = sorted(rows, key=lambda row: rows[row].mean, reverse=metric.better == "higher")
-    figure, axes = plots.new_figure((6.0, max(2.2, 1.1 + 0.27 * len(names))))
+    figure, (axes,) = plots.new_figure((6.0, max(2.2, 1.1 + 0.27 * len(names))))
     for y, name in enumerate(names):
         low, high = rows[name].interval()
         axes.plot([low, high], [y, y], color=plots.COLORS[0], linewidth=2.2)
@@ -169,7 +169,7 @@ def cost_figure(results: TableResults, table: Table) -> Figure | None:
     short = [row for row, (matmuls, _) in cost.items() if not matmuls and size[row] == size[base]]
     if len(short) < 2:
         return None
-    figure, axes = plots.new_figure((7.5, 4.4))
+    figure, (axes,) = plots.new_figure((7.5, 4.4))
     points = {row: difference(values, row, "", base) for row in cost if row != base}
     points[base] = Difference(base, [0.0])
     for row, d in points.items():
@@ -295,9 +295,7 @@ def dots_figure(
     names = list(order)
     size = (3.5 + 3.6 * len(panels), 1.5 + 0.34 * len(labels))
     figure, grid = plots.new_figure(size, columns=len(panels))
-    for index, (axes, (title, rows)) in enumerate(
-        zip(np.atleast_1d(grid), panels.items(), strict=True)
-    ):
+    for index, (axes, (title, rows)) in enumerate(zip(grid, panels.items(), strict=True)):
         for y, label in enumerate(labels):
             if label not in rows:
                 continue
@@ -334,7 +332,7 @@ def axis_figure(results: TableResults, table: Table) -> Figure | None:
         return None
     figure, grid = plots.new_figure((1.5 + 5 * len(panels), 4.6), columns=len(panels))
     drawn: dict[str, Any] = {}
-    for axes, (title, lines) in zip(np.atleast_1d(grid), panels, strict=True):
+    for axes, (title, lines) in zip(grid, panels, strict=True):
         for label, line in lines.items():
             points = [(x, d.mean, *d.interval()) for x, d in enumerate(line) if d.n]
             style = drawn[label] = line_style(rows.index(label))

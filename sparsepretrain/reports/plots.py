@@ -59,7 +59,7 @@ def _curves(
 
     Training curves are drawn as logged and, with enough points, as running means.
     """
-    figure, axes = new_figure((8.5, 4.8))
+    figure, (axes,) = new_figure((8.5, 4.8))
     axes.set_title(title(run), loc="left", fontsize=10)
     axes.set_ylabel(label)
     step_axis(axes)
@@ -97,7 +97,7 @@ def layers_figure(run: RunData) -> Figure | None:
     steps, names, values = run.layers()
     if not drawable(values, log=True) or len(steps) < 2:
         return None
-    figure, axes = new_figure((9, min(16.0, max(3.2, 1.9 + 0.19 * len(names)))))
+    figure, (axes,) = new_figure((9, min(16.0, max(3.2, 1.9 + 0.19 * len(names)))))
     map_ = colormaps["viridis"].with_extremes(bad="#dddddd")
     shown = np.ma.masked_invalid(visible(values))
     norm = LogNorm(vmin=min(shown.min(), shown.max() / 10), vmax=shown.max())
@@ -118,12 +118,13 @@ def layers_figure(run: RunData) -> Figure | None:
     return footed(figure, [run])
 
 
-def new_figure(size: tuple[float, float], columns: int = 1, rows: int = 1) -> tuple[Figure, Any]:
-    """Return an empty figure and its axes as an array (rows, columns) without axes of length 1."""
+def new_figure(
+    size: tuple[float, float], columns: int = 1, rows: int = 1
+) -> tuple[Figure, list[Axes]]:
+    """Return an empty figure and its axes, row by row."""
     cells = [[row * columns + i for i in range(columns)] for row in range(rows)]
     figure, axes = new_mosaic(size, cells)
-    grid = np.array([*axes.values()]).reshape(rows, columns).squeeze()
-    return figure, grid if grid.ndim else grid.item()
+    return figure, [*axes.values()]
 
 
 def new_mosaic(

@@ -99,12 +99,12 @@ def figure_1(groups: Groups) -> Figure | None:
         return None
     figure, grid = plots.new_figure((1.2 + 3.1 * len(shown), 3.9), columns=len(shown))
     scale = _scale(np.concatenate([points[:, 1:].ravel() for points in shown.values()]))
-    for axes, (label, points) in zip(np.atleast_1d(grid), shown.items(), strict=True):
+    for axes, (label, points) in zip(grid, shown.items(), strict=True):
         mesh = _scatter(axes, points[:, 1], points[:, 2], points[:, 0], scale)
         rises = 100 * np.mean(points[:, 2] > 0)
         axes.set_title(f"{label}\nΔF₁ > 0 in {rises:.1f} % of {len(points)}", fontsize=8)
         axes.set_xlabel("ΔF₂ (masks fixed)", fontsize=8)
-    np.atleast_1d(grid)[0].set_ylabel("ΔF₁ (masks recomputed)", fontsize=8)
+    grid[0].set_ylabel("ΔF₁ (masks recomputed)", fontsize=8)
     return _with_steps(figure, mesh, groups)
 
 
@@ -117,8 +117,8 @@ def figure_2(groups: Groups) -> Figure | None:
     columns = len(shown) + 1
     size = (1.2 + 2.6 * columns, 1.0 + 2.5 * len(parts))
     figure, grid = plots.new_figure(size, columns=columns, rows=len(parts))
-    grid = np.reshape(grid, (len(parts), columns))
-    for row, epsilon in zip(grid, parts, strict=True):
+    for first, epsilon in zip(range(0, len(grid), columns), parts, strict=True):
+        row = grid[first : first + columns]
         points = {label: changes(runs, epsilon) for label, runs in shown.items()}
         scale = _scale(np.concatenate([values for _, *both in points.values() for values in both]))
         for index, (label, (steps, predicted, actual)) in enumerate(points.items()):
@@ -134,7 +134,7 @@ def figure_2(groups: Groups) -> Figure | None:
         row[-1].set_title(f"share of steps below\nε = {epsilon:g}", fontsize=7)
         row[-1].set_xlabel("actual reduction", fontsize=8)
     if len(shown) > 1:
-        grid[0, -1].legend(fontsize=6, frameon=False, loc="upper left")
+        grid[columns - 1].legend(fontsize=6, frameon=False, loc="upper left")
     return _with_steps(figure, mesh, groups)
 
 

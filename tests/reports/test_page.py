@@ -37,7 +37,7 @@ def test_a_page_of_long_runs_of_large_models_stays_below_1_mb():
             axes.fill_between(np.arange(5000), generator.random(5000), 2)
     figures = {"curves": figure}
     for index in range(4):
-        figures[str(index)], axes = new_figure((8, 4))
+        figures[str(index)], (axes,) = new_figure((8, 4))
         axes.pcolormesh(generator.random((48, 1000)), rasterized=True)
     page = html_page("# Large\n\n" + "\n".join(f"![x]({name})" for name in figures), figures)
     assert len(page.encode()) < 1_000_000 and len(figures_of(page)) == 5
@@ -46,7 +46,7 @@ def test_a_page_of_long_runs_of_large_models_stays_below_1_mb():
 def test_figures_take_the_place_of_their_images():
     figures = {}
     for name in ("f.png", "g.png"):
-        figures[name], axes = new_figure((4, 2))
+        figures[name], (axes,) = new_figure((4, 2))
         axes.plot([1, 2, 3], [0.5, 0.25, 0.125])
         axes.set_title(f"<b> & {name}", loc="left")
     markdown = "# A page\n\n![f](f.png)\n![g](g.png)\n\nend <script>x</script>"
