@@ -12,7 +12,6 @@ from sparsepretrain.kernels.cusparselt.packed24 import unsupported, version
 from sparsepretrain.sparsity.backend import Backend, LayerSize
 from sparsepretrain.sparsity.method import Method, typical_row
 from sparsepretrain.sparsity.products import DENSE, MATMUL_OF, MATMULS
-from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.hardware import environment, known_gpu, unusable_gpu
 
 META = torch.device("meta")
@@ -29,16 +28,6 @@ Wrong algorithms have no entry: a trial before use finds them."""
 def present_device() -> torch.device:
     """Return the current GPU, or the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def examine(console: Console) -> None:
-    """Print versions and devices, and the products of each method."""
-    console.table("this machine", machine(), lines=False)
-    console.info("")
-    title = "products that can be sparse: linear layers with features that 64 divides, fp16 or bf16"
-    head = ["method", *MATMULS, "why not"]
-    console.table(title, method_rows(), head, lines=False)
-    console.info(f"\n{here()}")
 
 
 def machine() -> list[tuple[str, str]]:

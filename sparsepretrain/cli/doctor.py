@@ -26,7 +26,12 @@ class Doctor(ConfiguredVerb):
             load(args.overrides, args.config_dir)  # registers the methods of the plug-ins
         console = Console()
         console.loading("doctor")
-        from sparsepretrain.cli._machine import examine
+        from sparsepretrain.cli._machine import MATMULS, here, machine, method_rows
 
-        examine(console)
+        console.table("this machine", machine(), lines=False)
+        console.info("")
+        title = "products that can be sparse: linear layers with features that 64 divides, "
+        title += "fp16 or bf16"
+        console.table(title, method_rows(), ["method", *MATMULS, "why not"], lines=False)
+        console.info(f"\n{here()}")
         return 0

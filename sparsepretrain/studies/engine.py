@@ -93,11 +93,6 @@ class StudyCell:
         return "finished" if self.end >= self.run.steps else "partial"
 
     @property
-    def is_done(self) -> bool:
-        """True if the cell reached its last step in this study or before."""
-        return self.state in ("finished", "partial")
-
-    @property
     def left(self) -> str:
         """Remaining work: ``finished`` or ``partial`` (none), ``from step 40`` or ``to run``."""
         if self.run.resume != "never":
@@ -274,7 +269,7 @@ class Study(contextlib.AbstractContextManager["Study"]):
 
     def _next(self, cell: StudyCell) -> list[StudyCell]:
         """Add the cells that follow ``cell``; return those that wait to run and fail the others."""
-        found = list(cell.then()) if cell.is_done else []
+        found = list(cell.then()) if cell.state == cell.goal else []
         self.cells += found
         for refused in [other for other in found if other.state == "failed"]:
             self._fail(refused, refused.exit_code, refused.error)

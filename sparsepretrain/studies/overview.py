@@ -9,7 +9,6 @@ from pathlib import Path
 from sparsepretrain.config.cells import Part
 from sparsepretrain.config.tables import Table, load_table, names, printed, table_cells
 from sparsepretrain.errors import ConfigError, SparsePretrainError
-from sparsepretrain.studies.engine import StudyCell
 from sparsepretrain.studies.reproduce import to_run
 from sparsepretrain.tracking.console import Console, count
 
@@ -17,12 +16,6 @@ from sparsepretrain.tracking.console import Console, count
 def show_plan(found: Sequence[Part], console: Console) -> None:
     """Print the cells of tables or a sweep with remaining work and costs."""
     cells, title = to_run(found, console), " + ".join(part.name for part in found)
-    _show_cells(title, cells, console)
-    if following := [stage.name for part in found for stage in part.stages]:
-        console.info(f"stages after each run: {', '.join(dict.fromkeys(following))}")
-
-
-def _show_cells(title: str, cells: Sequence[StudyCell], console: Console) -> None:
     console.loading(title)
     from sparsepretrain.tasks import build_task
     from sparsepretrain.training.assembly import META, build_model
@@ -62,6 +55,8 @@ def _show_cells(title: str, cells: Sequence[StudyCell], console: Console) -> Non
         unknown = duration(run, device, flops)
         facts.append((unit, count(items)))
     console.table("", [*facts, ("compute", unknown)])
+    if following := [stage.name for part in found for stage in part.stages]:
+        console.info(f"stages after each run: {', '.join(dict.fromkeys(following))}")
 
 
 def show_tables(config_dirs: Sequence[Path], console: Console) -> None:

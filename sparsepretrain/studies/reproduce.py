@@ -61,26 +61,26 @@ def check(found: Sequence[Part], console: Console, *, prepared: bool = True) -> 
     data is no error.
     """
     errors: dict[str, list[str]] = {}
-    steps_at, result = {}, []
+    result = []
     for part in found:
+        steps: dict[str, int] = {}
         for cell in part.cells:
-            at = (part.name, cell.name)
             done = _end_is_saved(cell.run, part.stop_after)
-            if at in steps_at or (done and not part.stages):
+            if cell.name in steps or (done and not part.stages):
                 continue
             console.loading(part.name)
-            steps_at[at] = cell.run.steps
+            steps[cell.name] = cell.run.steps
             try:
-                steps_at[at] = _check(part, cell, done=done)
+                steps[cell.name] = _check(part, cell, done=done)
             except SparsePretrainError as error:
                 if isinstance(error, DataError) and not prepared:
                     continue
-                for message in getattr(error, "messages", [str(error)]):
+                for message in error.messages:
                     errors.setdefault(message, []).append(cell.name)
         now = []
         for cell in part.cells:
-            steps = steps_at.get((part.name, cell.name), cell.run.steps)
-            now.append(dataclasses.replace(cell, run=dataclasses.replace(cell.run, steps=steps)))
+            run = dataclasses.replace(cell.run, steps=steps.get(cell.name, cell.run.steps))
+            now.append(dataclasses.replace(cell, run=run))
         result.append(dataclasses.replace(part, cells=now))
     if errors:
         raise ConfigError([f"{', '.join(where)}: {what}" for what, where in errors.items()])

@@ -247,7 +247,7 @@ class Search:
     def _value(self, cell: engine.StudyCell) -> float:
         if cell.exit_code == DivergedError.exit_code:
             return -math.inf if self.maximize else math.inf
-        if not cell.is_done:
+        if cell.state != cell.goal:
             return math.nan
         lines = [line for line in cell.directory.record() if line.get("split") == "validation"]
         value = lines[-1].get(self.metric) if lines else None
