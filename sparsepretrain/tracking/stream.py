@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from sparsepretrain.config.groups import Tracker
+from sparsepretrain.config.schema import Run
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.record import Record
 from sparsepretrain.tracking.console import Console
@@ -26,29 +26,27 @@ CLOSING_SECONDS = 10.0
 
 
 class Stream:
-    """Sends every record to metrics.jsonl, the console and the mirrors of ``tracker``."""
+    """Sends every record to metrics.jsonl, the console and the mirrors of ``run.tracker``."""
 
     def __init__(
         self,
-        run_dir: Path,
-        tracker: Tracker,
+        directory: RunDirectory,
+        run: Run,
         *,
-        config: dict[str, Any],
-        run_name: str,
         resume_step: int | None,
         console: Console,
+        total: int,
         mirrors: list[Mirror] | None = None,
-        total: int | None = None,
     ) -> None:
-        self.record = Record(RunDirectory(run_dir).record_file, resume_step=resume_step)
-        self._console = console
-        self._total = config.get("steps") if total is None else total
+        self.record = Record(directory.record_file, resume_step=resume_step)
+        self._console, self._total = console, total
         if mirrors is None:
-            mirrors = []
-            if tracker.mode != "disabled":
-                mirrors.append(WeightsAndBiases(run_dir, tracker, config, run_name, resume_step))
-            if tracker.tensorboard:
-                mirrors.append(TensorBoard(run_dir, config, resume_step))
+            mirrors, path, config = [], directory.path, run.plain
+            if run.tracker.mode != "disabled":
+                name = f"{run.name}/{path.name}"
+                mirrors.append(WeightsAndBiases(path, run.tracker, config, name, resume_step))
+            if run.tracker.tensorboard:
+                mirrors.append(TensorBoard(path, config, resume_step))
         self._lanes = [Lane(mirror, console.warn) for mirror in mirrors]
 
     def log(self, record: dict[str, Any]) -> None:

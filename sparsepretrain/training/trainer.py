@@ -137,15 +137,7 @@ def _run(t: Session, directory: RunDirectory, console: Console, *, resumed: bool
     stream = probed = None  # the first process writes down what all compute
     if t.world.is_main:
         _announce(t, directory, console)
-        stream = Stream(
-            directory.path,
-            run.tracker,
-            config=run.plain,
-            run_name=f"{run.name}/{directory.path.name}",
-            resume_step=resume_step,
-            console=console,
-            total=t.end,
-        )
+        stream = Stream(directory, run, resume_step=resume_step, console=console, total=t.end)
         if run.probe:
             probed = Record(directory.probes_file, resume_step=resume_step)
             t.log_probe = probed.write

@@ -2,6 +2,7 @@ import io
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import yaml
 
 from sparsepretrain.config.groups import Tracker
 from sparsepretrain.config.strict import build
+from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.record import read
 from sparsepretrain.tracking import stream as stream_module
 from sparsepretrain.tracking.console import Console
@@ -50,9 +52,10 @@ class Fake:
 
 
 def open_stream(directory: Path, *mirrors: Any, out: Any = None, **changes: Any) -> Stream:
-    about: dict[str, Any] = {"config": {"steps": 10}, "run_name": "r", "resume_step": None}
-    about |= {"console": Console(out or io.StringIO()), "mirrors": list(mirrors) or None}
-    return Stream(directory, tracker(**changes), **about)
+    run: Any = SimpleNamespace(name="r", tracker=tracker(**changes), plain={"steps": 10})
+    about: dict[str, Any] = {"console": Console(out or io.StringIO()), "total": 10}
+    about |= {"mirrors": list(mirrors) or None, "resume_step": None}
+    return Stream(RunDirectory(directory), run, **about)
 
 
 def test_mirrors_get_numbers_in_another_thread(tmp_path):

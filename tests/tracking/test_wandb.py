@@ -3,12 +3,14 @@
 import contextlib
 import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sparsepretrain.config.groups import Tracker
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.tracking import stream as stream_module
 from sparsepretrain.tracking import wandb as room
 from sparsepretrain.tracking.console import Console
@@ -33,9 +35,10 @@ def no_account(tmp_path, monkeypatch):
 
 def one_run(directory: Path, mode: str, resume_step: int | None = None) -> str:
     out = io.StringIO()
-    about = {"config": {"steps": 2, "sparsity": {"name": "sste"}}, "run_name": "n"}
-    about |= {"resume_step": resume_step, "console": Console(out)}
-    stream = Stream(directory, tracker(mode), **about)
+    plain = {"steps": 2, "sparsity": {"name": "sste"}}
+    run: Any = SimpleNamespace(name="n", tracker=tracker(mode), plain=plain)
+    about: dict[str, Any] = {"resume_step": resume_step, "console": Console(out), "total": 2}
+    stream = Stream(RunDirectory(directory), run, **about)
     first = (resume_step or 0) + 1
     for step in (first, first + 1):
         stream.log({"step": step, "loss": 1.0, "flip_rate/h.0": 0.1})
