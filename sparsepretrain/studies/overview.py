@@ -76,10 +76,8 @@ def show_tables(config_dirs: Sequence[Path], console: Console) -> None:
 
 
 def _described(table: Table) -> tuple[str, ...]:
-    if table.parts:
-        return f"{table.title}: {', '.join(table.parts)}", *"––––"
-    if table.bench:
-        return f"{table.title}: {'; '.join(table.bench)}", *"––––"
+    if made_of := table.parts or table.bench:
+        return f"{table.title}: {'; '.join(made_of)}", *"––––"
     sizes = []
     for scale in ("paper", "nano"):
         size = table.scales.get(scale)
