@@ -140,10 +140,10 @@ def _measured(page: Page, results: TableResults, table: Table, mark: str) -> Non
     if power:
         page.lines += [f"{mark} Detectable differences", "", *power, ""]
     page.lines += [f"{mark} Pairing", "", *_pairing(results), ""]
-    if table.settings:
-        of_paper = results.scale == "paper"
-        title = "Settings of the paper" if of_paper else "Reasons for the settings"
-        page.lines += [f"{mark} {title}", "", *_settings(table, with_values=of_paper), ""]
+    if table.settings and results.scale == "paper":
+        page.lines += [f"{mark} Settings of the paper", "", *_settings(table), ""]
+    elif table.settings:
+        page.lines += [f"{mark} Reasons for the settings", "", *_reasons(table), ""]
     page.lines += [f"{mark} Runs", "", *_runs(results), ""]
 
 
@@ -440,11 +440,18 @@ def _pairing(results: TableResults) -> list[str]:
     return lines or ["Nothing was run."]
 
 
-def _settings(table: Table, *, with_values: bool) -> list[str]:
-    """Return the reason for each setting; values of nano runs are in their configurations."""
+def _settings(table: Table) -> list[str]:
+    rows = [
+        (f"`{key}`", str(s.value), s.source.replace("_", " "), s.where)
+        for key, s in table.settings.items()
+    ]
+    return markdown_table(("setting", "value", "source", "where"), rows)
+
+
+def _reasons(table: Table) -> list[str]:
+    """Return the reason for each setting; the values are in the configurations of the runs."""
     return [
-        f"- `{key}{f'={s.value}' * with_values}`: "
-        f"{s.where}{'; ' * bool(s.where)}{s.source.replace('_', ' ')}."
+        f"- `{key}`: {s.where}{'; ' * bool(s.where)}{s.source.replace('_', ' ')}."
         for key, s in table.settings.items()
     ]
 
