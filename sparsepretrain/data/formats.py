@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 CHUNK = 1 << 24
 """Tokens compared at a time."""
 # pair i is documents 2i (source) and 2i + 1 (target)
-FORMATS = {"pairs": ("pairs", 2), "records": ("examples", 1), "images": ("images", 1)}
+FORMATS = {
+    "pairs": ("pairs", 2),
+    "images": ("images", 1),
+    "labeled texts": ("examples", 1),
+    "questions": ("examples", 1),
+}
 """``Source.kind`` -> counted unit in the plural and documents per unit; other kinds: tokens."""
 
 

@@ -47,7 +47,8 @@ class Task(ABC):
     Options: ClassVar[type]
     """Dataclass of the group ``task``: ``name`` and own keys; may define ``problems()``."""
     kind: ClassVar[str]
-    """Kind of data, see ``data.sources``: text, pairs, images, records or vectors."""
+    """Kind of data, see ``data.sources``: text, pairs, images, labeled texts,
+    questions or vectors."""
     unit: ClassVar[str] = "tokens"
     """Name of an item in the plural."""
     sample: ClassVar[str] = "samples"

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 
-from sparsepretrain import registry
 from sparsepretrain.data.encoding import Codec, open_codec
 from sparsepretrain.data.formats import records
 from sparsepretrain.data.order import Shuffle, pad, windows
 from sparsepretrain.data.preparation import load
 from sparsepretrain.data.tokenizer import tokenizer
 from sparsepretrain.data.tokens import TokenData
-from sparsepretrain.errors import ConfigError, DataError, Problems
+from sparsepretrain.errors import DataError
+from sparsepretrain.limits import Problems
 from sparsepretrain.tasks import Batch, Observation, Progress, Task, averages, widen
 
 if TYPE_CHECKING:
@@ -104,24 +104,11 @@ class RecordTask(Task):
     Samples and items are sequences, encoded when the data is opened.
     """
 
-    kind = "records"
     unit = "examples"
-    holds: ClassVar[str]
-    """Kind of records that the data source must hold (``Source.holds``)."""
     head: ClassVar[Head]
     """Kind of prediction."""
     target: ClassVar[Any] = 0
     """Placeholder target for batches without data."""
-
-    def __init__(self, options: Any, model: Any, data: Any, seed: int) -> None:
-        super().__init__(options, model, data, seed)
-        source: Any = registry.get("source", data.source)
-        if source.holds != self.holds:
-            raise ConfigError(
-                f"data={data.name} has {source.holds}, but task={options.name} needs {self.holds}"
-            )
-        self._samples: dict[str, tuple[Sample, ...]] = {}
-        self._orders: dict[str, Any] = {}
 
     @property
     @abstractmethod
@@ -167,12 +154,14 @@ class RecordTask(Task):
                 f"task.tokenizer={self.options.tokenizer} has {codec.vocab_size} tokens, but the "
                 f"model has rows for {rows}: use the tokenizer that the model was trained with"
             )
-        for split in splits:
-            samples = _encoded(self, data, split, codec)
+        self._samples = {split: _encoded(self, data, split, codec) for split in splits}
+        for split, samples in self._samples.items():
             if not samples:
                 raise DataError(f"{data.directory}: there are no records in split {split}")
-            self._samples[split] = samples
-            self._orders[split] = Shuffle(len(samples), self.order_seed(split))
+        self._orders = {
+            split: Shuffle(len(samples), self.order_seed(split))
+            for split, samples in self._samples.items()
+        }
 
     def samples(self, split: str) -> int:
         return len(self._samples[split])

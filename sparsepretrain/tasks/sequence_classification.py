@@ -10,8 +10,8 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparsepretrain.data.encoding import Codec
-from sparsepretrain.data.sources.labelled_texts import LABELED
-from sparsepretrain.errors import ConfigError, Problems, needs
+from sparsepretrain.errors import ConfigError, needs
+from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, Observation, averages, cross_entropy
 from sparsepretrain.tasks._bases import RecordTask, RecordTaskOptions, Sample, join
@@ -41,7 +41,7 @@ class SequenceClassification(RecordTask):
     """Cross-entropy of classes, or squared error of real labels."""
 
     Options = SequenceClassificationOptions
-    holds = LABELED
+    kind = "labeled texts"
     head = "labels"
     loss_name = "per example"  # squared error for real numbers, cross-entropy for classes
     metric = "score"

@@ -6,7 +6,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from sparsepretrain.data.source import SPLITS, Document, Shard, Source, SourceOptions, ranges
 from sparsepretrain.data.sources._files import TextFile, match, refuse_shared, unreadable
@@ -60,9 +60,6 @@ class RecordOptions(SourceOptions):
 class RecordSource(Source):
     """Base of sources whose documents are records, one JSON object each."""
 
-    kind = "records"
-    holds: ClassVar[str]
-    """Kind of record in words, matched with ``RecordTask.holds``."""
     unit = "records"
 
     @property

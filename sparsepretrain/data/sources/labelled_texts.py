@@ -11,8 +11,6 @@ from sparsepretrain.data.sources._records import RecordOptions, RecordSource, Ro
 from sparsepretrain.errors import Problems
 from sparsepretrain.registry import register
 
-LABELED = "labeled texts"
-
 
 @dataclass(slots=True, kw_only=True)
 class Options(RecordOptions):
@@ -35,7 +33,7 @@ class LabelledTexts(RecordSource):
     """Records ``{"texts": […], "label": number, "part": …}``."""
 
     Options: ClassVar[type[SourceOptions]] = Options
-    holds = LABELED
+    kind = "labeled texts"
 
     def record(self, row: Row, part: int) -> Row:
         texts = [text(row, column) for column in self.options.texts]

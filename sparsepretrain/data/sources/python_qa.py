@@ -13,7 +13,6 @@ from typing import Annotated, ClassVar
 from sparsepretrain.data.source import Document, Shard, SourceOptions
 from sparsepretrain.data.sources._records import Row, encode
 from sparsepretrain.data.sources.python_source import PythonSource, RootOptions
-from sparsepretrain.data.sources.questions import QUESTIONS
 from sparsepretrain.registry import register
 
 CONTEXT = 200
@@ -50,8 +49,7 @@ class PythonQA(PythonSource):
     """
 
     Options: ClassVar[type[SourceOptions]] = Options
-    kind = "records"
-    holds = QUESTIONS
+    kind = "questions"
 
     def documents(self, shard: Shard) -> Iterator[Document]:
         for text, _ in super().documents(shard):

@@ -8,8 +8,6 @@ from sparsepretrain.data.source import SourceOptions
 from sparsepretrain.data.sources._records import RecordOptions, RecordSource, Row, text
 from sparsepretrain.registry import register
 
-QUESTIONS = "questions"
-
 
 @register("source", "questions")
 class Questions(RecordSource):
@@ -20,7 +18,7 @@ class Questions(RecordSource):
     """
 
     Options: ClassVar[type[SourceOptions]] = RecordOptions
-    holds = QUESTIONS
+    kind = "questions"
 
     def record(self, row: Row, part: int) -> Row:
         context = text(row, "context")
