@@ -21,8 +21,6 @@ from sparsepretrain.errors import DataError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-CHUNK = 1 << 24
-"""Tokens compared at a time."""
 # pair i is documents 2i (source) and 2i + 1 (target)
 FORMATS = {
     "pairs": ("pairs", 2),
@@ -31,15 +29,6 @@ FORMATS = {
     "questions": ("examples", 1),
 }
 """``Source.kind`` -> counted unit in the plural and documents per unit; other kinds: tokens."""
-
-
-def count(source: Source, tokens: np.ndarray, end: int | None) -> int:
-    """Return the number of units in the stream of a split whose documents end with ``end``."""
-    if source.kind not in FORMATS:
-        return len(tokens)
-    # in chunks, since a split may not fit into memory
-    chunks = (tokens[i : i + CHUNK] == end for i in range(0, len(tokens), CHUNK))
-    return sum(int(np.count_nonzero(chunk)) for chunk in chunks) // FORMATS[source.kind][1]
 
 
 def raw_targets(source: Source, shards: Sequence[Shard]) -> dict[str, bytes]:
@@ -55,9 +44,11 @@ def raw_targets(source: Source, shards: Sequence[Shard]) -> dict[str, bytes]:
 
 def amounts(options: Any, data: TokenData) -> tuple[str, dict[str, int]]:
     """Return the counted unit in the plural, and the number of units of each split."""
-    source: Any = registry.get("source", options.source)(options)
-    counts = {split: count(source, t, data.end_of_text) for split, t in data.tokens.items()}
-    return FORMATS.get(source.kind, ("tokens", 1))[0], counts
+    source: Any = registry.get("source", options.source)
+    if source.kind not in FORMATS:
+        return "tokens", {split: len(tokens) for split, tokens in data.tokens.items()}
+    unit, documents = FORMATS[source.kind]
+    return unit, {split: len(data.ends(split)) // documents for split in data.tokens}
 
 
 def records(data: TokenData, split: str) -> list[dict[str, Any]]:
@@ -81,7 +72,7 @@ class Images:
         self._source: Any = registry.get("source", options.source)(options)
         self._bytes, self._classes = data.tokens[split], classes
         self._where = f"{data.name}, {split} split"
-        self._ends = np.flatnonzero(np.asarray(self._bytes) == 0)
+        self._ends = data.ends(split)
         self.count = len(self._ends)
         """Number of images."""
         if not self.count:
@@ -103,8 +94,8 @@ class Images:
         return self._source.read(self._entry(index)).convert("RGB")
 
     def _entry(self, index: int) -> Any:
-        begin = int(self._ends[index - 1]) + 1 if index else 0
-        return json.loads(bytes(self._bytes[begin : self._ends[index]]))
+        begin = self._ends[index - 1] if index else 0
+        return json.loads(bytes(self._bytes[begin : self._ends[index] - 1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +137,7 @@ def pairs(data: TokenData, split: str) -> Pairs:
         )
     if data.end_of_text is None:
         raise DataError(f"{data.name}: the tokenizer has no token that ends a sentence")
-    ends = np.flatnonzero(tokens == data.end_of_text) + 1
+    ends = data.ends(split)
     if len(ends) % 2 or not len(ends) or ends[-1] != len(tokens):
         raise DataError(f"{file} does not hold pairs of sentences: delete {data.directory}")
     begins = np.concatenate([[0], ends[:-1]])

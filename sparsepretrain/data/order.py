@@ -15,12 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparsepretrain.data.tokens import TokenData
+from sparsepretrain.data.tokens import CHUNK, TokenData
 from sparsepretrain.errors import DataError
 from sparsepretrain.files import write_atomic
 
-SEARCHED = 1 << 24
-"""Tokens in which the ends of documents are searched at a time."""
 MULTIPLE = 4
 """Padded lengths are multiples of this: groups of four tokens (MVUE) stay within a sentence."""
 
@@ -139,14 +137,11 @@ def document_bounds(data: TokenData, split: str) -> np.ndarray:
     The bounds of a large file are kept next to it, so that not every run reads all of it.
     """
     tokens, file = data.tokens[split], data.directory / f"{split}.documents.npy"
-    if len(tokens) > SEARCHED:
+    if len(tokens) > CHUNK:
         with contextlib.suppress(OSError, ValueError):
             return np.load(file)
-    # in parts: the comparison of a whole memory map would take as much memory as a large file
-    parts = range(0, len(tokens), SEARCHED)
-    ends = [np.flatnonzero(tokens[i : i + SEARCHED] == data.end_of_text) + (i + 1) for i in parts]
-    bounds = np.unique(np.concatenate([[0], *ends, [len(tokens)]]))
-    if len(tokens) > SEARCHED:
+    bounds = np.unique(np.concatenate([[0], data.ends(split), [len(tokens)]]))
+    if len(tokens) > CHUNK:
         with contextlib.suppress(OSError):  # a read-only cache is searched every time
             content = io.BytesIO()
             np.save(content, bounds)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from sparsepretrain.data.tokenizer import BYTES, Tokenizer, tokenizer
 from sparsepretrain.errors import Problems
 from sparsepretrain.files import is_plain_name
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 SPLITS = (TRAIN, VALIDATION, TEST)
@@ -20,21 +24,19 @@ Document = tuple[bytes | str, bool]
 
 @dataclass(slots=True, kw_only=True)
 class SourceOptions:
-    """Keys of every source. A key ``seed`` is checked here too."""
+    """Keys of every source."""
 
     name: str
     """Name of the prepared data: the first part of its directory in the cache."""
     source: str
 
-    about: ClassVar[frozenset[str]] = frozenset({"name"})
+    about: ClassVar[frozenset[str]] = frozenset({"name", "size_gb"})
     """Keys that do not change the prepared data and are excluded from its identity."""
 
     def problems(self) -> Problems:
         """Yield violations of rules beyond types, as (key, message)."""
         if not is_plain_name(self.name):
             yield "name", f"must be a plain directory name, got {self.name!r}"
-        if not 0 <= (seed := getattr(self, "seed", 0)) < 2**32:
-            yield "seed", f"must lie in [0, 2^32), got {seed}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,7 +68,7 @@ class TextOptions(TokenOptions):
     """Keys of every source of plain text."""
 
     validation: float
-    seed: int
+    seed: Annotated[int, "[0, 2^32)"]
 
     def problems(self) -> Problems:
         fraction = self.validation  # in subclasses also the name of a split, or files
@@ -168,3 +170,23 @@ class Source(ABC):
         if self.tokenizer.origin == "file":
             words += f" data.tokenizer={self.tokenizer.name} data.vocab_size={self.vocab_size}"
         return f"{self.options.name} is not prepared: run `{words}`"
+
+
+class IndexSource(Source):
+    """Base of sources of images, which stay in place: the prepared data is an index of them."""
+
+    kind = "images"
+    unit = "images"
+
+    @abstractmethod
+    def entries(self, shard: Shard) -> Iterator[dict[str, Any]]:
+        """Yield the index entries of one shard."""
+
+    @abstractmethod
+    def read(self, entry: dict[str, Any]) -> Image:
+        """Return the stored image of an index entry; raise DataError if missing or damaged."""
+
+    def documents(self, shard: Shard) -> Iterator[Document]:
+        """Yield one JSON object per index entry."""
+        for entry in self.entries(shard):
+            yield json.dumps(entry, ensure_ascii=True, separators=(",", ":")), True

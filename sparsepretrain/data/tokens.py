@@ -31,7 +31,7 @@ TOKENIZER = "tokenizer.json"
 VERIFIED = "verified.json"
 """File -> [bytes, modification time in ns, inode] at the last successful check."""
 CHUNK = 1 << 24
-"""Bytes read at a time."""
+"""Bytes or tokens read at a time."""
 
 
 class Damaged(DataError):
@@ -67,6 +67,14 @@ class TokenData:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of the tokens ``ids``."""
         return open_codec(self.tokenizer_file).decode([int(i) for i in ids])
+
+    def ends(self, split: str) -> np.ndarray:
+        """Return the index after each end-of-text token of a split, ascending int64."""
+        tokens, found = self.tokens[split], [np.zeros(0, dtype=np.int64)]
+        # comparing a whole memory map would take as much memory as a large file
+        for i in range(0, len(tokens), CHUNK):
+            found.append(np.flatnonzero(tokens[i : i + CHUNK] == self.end_of_text) + (i + 1))
+        return np.concatenate(found)
 
 
 def open_tokens(directory: Path) -> TokenData:

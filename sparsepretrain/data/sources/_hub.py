@@ -23,7 +23,6 @@ class HubOptions:
     size_gb: float | None
 
     hub_tokenizers: ClassVar[bool] = True
-    about: ClassVar[frozenset[str]] = frozenset({"name", "size_gb"})
 
 
 class HubSource(Source):

@@ -172,7 +172,7 @@ class Options(TokenOptions):
     train_pairs: Annotated[int, "> 0"]
     validation_pairs: Annotated[int, "≥ 0"]
     test_pairs: Annotated[int, "≥ 0"]
-    seed: int
+    seed: Annotated[int, "[0, 2^32)"]
 
 
 @register("source", "cldr_ende")

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import numpy as np
 
 from sparsepretrain.data.order import permutation
-from sparsepretrain.data.source import TEST, TRAIN, VALIDATION, Document, Shard, SourceOptions
-from sparsepretrain.data.sources._images import IndexSource, index_documents
-from sparsepretrain.errors import Problems, needs
+from sparsepretrain.data.source import TEST, TRAIN, VALIDATION, IndexSource, Shard, SourceOptions
+from sparsepretrain.errors import needs
+from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Options(SourceOptions):
 
     validation: Annotated[int, "≥ 1"]
     test: Annotated[int, "≥ 1"]
-    seed: int
+    seed: Annotated[int, "[0, 2^32)"]
 
     def problems(self) -> Problems:
         yield from SourceOptions.problems(self)
@@ -58,10 +58,10 @@ class Digits(IndexSource):
                 parts[split] += chosen.tolist()
         return [Shard(split, len(ids), tuple(sorted(ids))) for split, ids in parts.items()]
 
-    def documents(self, shard: Shard) -> Iterator[Document]:
+    def entries(self, shard: Shard) -> Iterator[dict[str, Any]]:
         """Yield entries with ``image``, the number in ``load_digits``, and ``label``."""
         labels = _load()[0]
-        return index_documents({"image": i, "label": int(labels[i])} for i in shard.items)
+        return ({"image": i, "label": int(labels[i])} for i in shard.items)
 
     def read(self, entry: dict[str, Any]) -> Image:
         """Return an image; the 17 shades 0 to 16 are scaled to 0 to 255."""

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sparsepretrain.data.source import Document, Shard, SourceOptions
+from sparsepretrain.data.source import IndexSource, Shard, SourceOptions
 from sparsepretrain.data.sources._hub import HubOptions, HubSource
-from sparsepretrain.data.sources._images import IndexSource, index_documents, undecodable
-from sparsepretrain.errors import DataError
+from sparsepretrain.errors import DataError, reason
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
@@ -39,20 +38,18 @@ class HfImages(HubSource, IndexSource):
         """Omit the open dataset: every process opens its own."""
         return {**self.__dict__, "_opened": {}}
 
-    def documents(self, shard: Shard) -> Iterator[Document]:
+    def entries(self, shard: Shard) -> Iterator[dict[str, Any]]:
         """Yield entries with ``split``, ``row`` and ``label``, an integer from 0."""
         begin, end = shard.items
         column = self.options.label_column
         labels = self.rows(shard.split).select_columns([column])[begin:end][column]
-        entries = []
         for row, label in enumerate(labels, begin):
             if not isinstance(label, int) or label < 0:
                 raise DataError(
                     f"{self.options.name}: row {row} of {getattr(self.options, shard.split)} has "
                     f"label {label!r}, not an integer from 0"
                 )
-            entries.append({"split": shard.split, "row": row, "label": label})
-        return index_documents(entries)
+            yield {"split": shard.split, "row": row, "label": label}
 
     def read(self, entry: dict[str, Any]) -> Image:
         split, row = entry["split"], entry["row"]
@@ -63,4 +60,4 @@ class HfImages(HubSource, IndexSource):
             return image
         except Exception as error:  # Pillow's decoders raise many kinds of errors
             where = f"{self.options.name}: row {row} of {getattr(self.options, split)}"
-            raise undecodable(where, error) from error
+            raise DataError(f"{where} does not decode: {reason(error)}") from error

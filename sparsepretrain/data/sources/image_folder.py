@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sparsepretrain.data.source import TRAIN, VALIDATION, Document, Shard, SourceOptions
-from sparsepretrain.data.sources._images import IndexSource, index_documents, undecodable
-from sparsepretrain.errors import DataError
+from sparsepretrain.data.source import TRAIN, VALIDATION, IndexSource, Shard, SourceOptions
+from sparsepretrain.errors import DataError, reason
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ class Options(SourceOptions):
     train: str
     validation: str
     size_gb: float | None
-
-    about: ClassVar[frozenset[str]] = frozenset({"name", "size_gb"})
 
 
 @register("source", "image_folder")
@@ -85,10 +82,10 @@ class ImageFolder(IndexSource):
                 shards.append(Shard(split, len(files), items))
         return shards
 
-    def documents(self, shard: Shard) -> Iterator[Document]:
+    def entries(self, shard: Shard) -> Iterator[dict[str, Any]]:
         """Yield entries of one class: ``path`` relative to the root, and ``label``."""
         label, folder, files = shard.items
-        return index_documents({"path": f"{folder}/{file}", "label": label} for file in files)
+        return ({"path": f"{folder}/{file}", "label": label} for file in files)
 
     def read(self, entry: dict[str, Any]) -> Image:
         from PIL import Image
@@ -101,4 +98,5 @@ class ImageFolder(IndexSource):
         except FileNotFoundError as error:
             raise DataError(f"{path} is gone since the index was made: prepare it again") from error
         except Exception as error:  # Pillow's decoders raise many kinds of errors
-            raise undecodable(str(path), error) from error
+            why = reason(error).replace(str(path), "it")
+            raise DataError(f"{path} does not decode: {why}") from error

@@ -27,7 +27,7 @@ class Options(RootOptions):
 
     per_file: Annotated[int, "≥ 1"]
     validation: Annotated[float, "(0, 1)"]
-    seed: int
+    seed: Annotated[int, "[0, 2^32)"]
 
 
 @dataclass(frozen=True, slots=True)
