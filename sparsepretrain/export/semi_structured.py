@@ -11,6 +11,7 @@ from torch import nn
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.files import read_json
 from sparsepretrain.kernels.packed24 import TYPES
+from sparsepretrain.models.gpt2 import linear_from
 
 if TYPE_CHECKING:
     from sparsepretrain.export.convert import Converted
@@ -98,13 +99,9 @@ def compress(model: nn.Module, layers: list[str]) -> None:
 
 
 def _as_linear(layer: Any) -> nn.Linear:
-    """Return ``layer``, or convert a Conv1D, which stores (in, out), to nn.Linear."""
+    """Return ``layer``, or convert a Conv1D to nn.Linear."""
     if isinstance(layer, nn.Linear):
         return layer
     if type(layer).__name__ != "Conv1D":
         raise ConfigError(f"semi-structured tensors are matrices, not {type(layer).__name__}")
-    with torch.device("meta"):
-        linear = nn.Linear(*layer.weight.shape)
-    linear.weight = nn.Parameter(layer.weight.detach().t().contiguous())
-    linear.bias = layer.bias
-    return linear
+    return linear_from(layer)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from sparsepretrain.errors import ConfigError
-
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -36,6 +34,8 @@ class Recipe(ABC):
     layers: ClassVar[dict[str, list[str]]]
     """``ffn`` (default of ``sparsity.targets``), ``ffn_out`` (the layer behind the activation) and
     ``attention`` -> globs of module names."""
+    renamed: ClassVar[dict[str, str]] = {}
+    """Prefix of a parameter name in the class of transformers -> prefix in the built model."""
 
     @classmethod
     def roles(cls, options: Any) -> dict[str, list[str]]:
@@ -57,9 +57,9 @@ class Recipe(ABC):
         Raises:
             ConfigError: neither library has this architecture.
         """
-        raise ConfigError(
-            f"models of family {options.family} have no class in transformers or timm"
-        )
+        from sparsepretrain.models._text import as_stock
+
+        return as_stock(model, options, head, cls.renamed)
 
 
 class Headable(Recipe):

@@ -6,7 +6,8 @@ import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from sparsepretrain.errors import Problems
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.limits import Problems
 from sparsepretrain.models import Head, Headable
 
 if TYPE_CHECKING:
@@ -41,28 +42,32 @@ HEADED = {"labels": "ForSequenceClassification", "spans": "ForQuestionAnswering"
 """Ends of the names of transformers' classes with a head."""
 
 
-def as_stock(
-    model: Any, family: str, head: Head | None, renamed: dict[str, str] | None = None
-) -> Any:
+def as_stock(model: Any, options: Any, head: Head | None, renamed: dict[str, str]) -> Any:
     """Build a class of transformers with the settings and weights of ``model``.
 
-    The first child of ``model`` has transformers' config. ``family`` begins the name of the class
-    for ``head``. ``renamed``: prefix of a parameter name in that class -> prefix in ``model``.
+    The first child of ``model`` is transformers' backbone. Linear layers are transposed for Conv1D,
+    which stores (in, out); missing biases become zeros. ``renamed``: see ``Recipe``.
     """
     import torch
     import transformers
 
-    config = copy.deepcopy(next(model.children()).config)
+    backbone = next(model.children())
+    family = type(backbone).__name__.removesuffix("Model")
+    class_name = type(model).__name__ if head is None else family + HEADED[head]
+    if not hasattr(transformers, class_name):
+        raise ConfigError(
+            f"models of family {options.family} have no class in transformers or timm"
+        )
+    config = copy.deepcopy(backbone.config)
     config.use_cache, config._attn_implementation = True, "sdpa"
     if last := getattr(model, "score", getattr(model, "classifier", None)):
         config.num_labels = last.out_features
-    class_name = type(model).__name__ if head is None else family + HEADED[head]
     stock = getattr(transformers, class_name)(config).eval()
     transposed = {k for k, m in stock.named_modules() if type(m).__name__ == "Conv1D"}
     source_state = model.state_dict()
     with torch.no_grad():
         for name, tensor in stock.state_dict().items():
-            for new, old in (renamed or {}).items():
+            for new, old in renamed.items():
                 name = old + name.removeprefix(new) if name.startswith(new) else name
             layer, _, kind = name.rpartition(".")
             if kind == "bias" and name not in source_state:

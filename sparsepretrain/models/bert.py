@@ -5,14 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from sparsepretrain.models import Head
-from sparsepretrain.models._text import (
-    Activation,
-    EncoderOptions,
-    EncoderRecipe,
-    as_stock,
-    transformers_name,
-)
+from sparsepretrain.models._text import Activation, EncoderOptions, EncoderRecipe, transformers_name
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
@@ -38,6 +31,7 @@ class Bert(EncoderRecipe):
         "ffn_out": ["*[0-9].output.dense"],
         "attention": ["*.attention.self.*", "*.attention.output.dense"],
     }
+    renamed: ClassVar = {"bert.pooler.dense.": "pooler."}
 
     @staticmethod
     def build(options: BertOptions) -> nn.Module:
@@ -62,7 +56,3 @@ class Bert(EncoderRecipe):
         )
         config._attn_implementation = "sdpa"
         return BertForMaskedLM(config)
-
-    @classmethod
-    def stock(cls, model: nn.Module, options: BertOptions, head: Head | None) -> nn.Module:
-        return as_stock(model, "Bert", head, {"bert.pooler.dense.": "pooler."})

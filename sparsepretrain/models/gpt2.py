@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from sparsepretrain.models import Head, Headable
+from sparsepretrain.models import Headable
 from sparsepretrain.models._text import (
     SIZES,
     Activation,
     TransformerOptions,
-    as_stock,
     attention_without_masks,
     transformers_name,
 )
@@ -68,24 +67,19 @@ class GPT2(Headable):
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
                 if isinstance(child, Conv1D):
-                    setattr(parent, name, _linear_from(child, options.bias))
+                    setattr(parent, name, linear_from(child, bias=options.bias))
                 elif isinstance(child, nn.LayerNorm) and not options.bias:
                     child.register_parameter("bias", None)
         return model
 
-    @classmethod
-    def stock(cls, model: nn.Module, options: GPT2Options, head: Head | None) -> nn.Module:
-        """Transpose weights for Conv1D, which stores (in, out); missing biases become zeros."""
-        return as_stock(model, "GPT2", head)
 
-
-def _linear_from(conv: nn.Module, bias: bool) -> nn.Module:
-    """Return nn.Linear with the weight of a Conv1D, which stores (in_features, out_features)."""
+def linear_from(conv: Any, *, bias: bool = True) -> nn.Linear:
+    """Return nn.Linear with a copy of a Conv1D, which stores (in_features, out_features)."""
     from torch import nn
 
-    width_in, width_out = conv.weight.shape  # type: ignore[misc]
+    width_in, width_out = conv.weight.shape
     linear = nn.Linear(width_in, width_out, bias=bias, device="meta")
-    linear.weight = nn.Parameter(conv.weight.detach().t().contiguous())  # type: ignore[operator]
+    linear.weight = nn.Parameter(conv.weight.detach().t().contiguous())
     if bias:
-        linear.bias = nn.Parameter(conv.bias.detach().clone())  # type: ignore[operator]
+        linear.bias = nn.Parameter(conv.bias.detach().clone())
     return linear

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from sparsepretrain.models import Head, Headable
+from sparsepretrain.models import Headable
 from sparsepretrain.models._text import (
     Activation,
     TransformerOptions,
-    as_stock,
     attention_without_masks,
     transformers_name,
 )
@@ -40,6 +39,8 @@ class Llama(Headable):
         "ffn_out": ["*.mlp.down_proj"],
         "attention": [f"*.self_attn.{name}_proj" for name in "qkvo"],
     }
+    # the backbone of LlamaForQuestionAnswering alone is called transformer
+    renamed: ClassVar = {"transformer.": "model."}
 
     @staticmethod
     def build(options: LlamaOptions) -> nn.Module:
@@ -68,10 +69,3 @@ class Llama(Headable):
         )
         config._attn_implementation = attention_without_masks()
         return LlamaForCausalLM(config)
-
-    @classmethod
-    def stock(cls, model: nn.Module, options: LlamaOptions, head: Head | None) -> nn.Module:
-        """Copy the weights into the class of transformers; they have the same names."""
-        # the backbone of LlamaForQuestionAnswering alone is called transformer
-        renamed = {"transformer.": "model."} if head == "spans" else None
-        return as_stock(model, "Llama", head, renamed)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from sparsepretrain.errors import Problems
-from sparsepretrain.models import Head, Recipe
+from sparsepretrain.limits import Problems
+from sparsepretrain.models import Recipe
 from sparsepretrain.models._text import (
     Activation,
-    as_stock,
     attention_without_masks,
     ffn_problems,
     transformers_name,
@@ -104,10 +103,6 @@ class Marian(Recipe):
             del stack.embed_positions.weight
             stack.embed_positions.register_buffer("weight", weight)
         return model
-
-    @classmethod
-    def stock(cls, model: nn.Module, options: MarianOptions, head: Head | None) -> nn.Module:
-        return as_stock(model, "Marian", head)
 
     @staticmethod
     def logits(model: nn.Module, source: Tensor, mask: Tensor, previous: Tensor) -> Tensor:
