@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -76,43 +76,29 @@ class QuestionAnswering(RecordTask):
     def encode(self, records: list[dict[str, Any]], codec: Codec) -> list[Sample]:
         questions = codec.encode([record["question"].strip() for record in records])
         contexts = codec.encode_spans([record["context"] for record in records])
-        return [
-            sample
-            for index, (record, question, context) in enumerate(
-                zip(records, questions, contexts, strict=True)
-            )
-            for sample in self._windows(index, record, question, context, codec)
-        ]
-
-    def _windows(
-        self,
-        index: int,
-        record: dict[str, Any],
-        question: np.ndarray,
-        context: tuple[np.ndarray, np.ndarray],
-        codec: Codec,
-    ) -> Iterator[Sample]:
-        template = codec.template()
-        ids, spans = context
-        head = [template.prefix, question[: self.options.max_question], template.middle]
-        first = sum(map(len, head))
+        template, stride = codec.template(), self.options.stride
         after = int(self.options.end == "next")
         # one position after the window lets a causal model mark the end of the answer
         tail = template.suffix or template.middle or (0,)
-        room = self.options.max_length - first - len(tail)
-        answers = [text for text, _ in record["answers"]]
-        text, start = record["answers"][0]
-        for begin in range(0, max(1, len(ids) - self.options.stride), room - self.options.stride):
-            part, places = ids[begin : begin + room], spans[begin : begin + room]
-            inside = np.flatnonzero((places[:, 1] > start) & (places[:, 0] < start + len(text)))
-            whole = (
-                len(inside) > 0
-                and places[inside[0], 0] <= start
-                and places[inside[-1], 1] >= start + len(text)
-            )
-            target = (first + inside[0], first + inside[-1] + after) if whole else (0, 0)
-            about = About(index, record["context"], answers, places, len(tail))
-            yield Sample(join(*head, part, tail), first, tuple(map(int, target)), about)
+        samples = []
+        for index, record in enumerate(records):
+            ids, spans = contexts[index]
+            question = questions[index][: self.options.max_question]
+            head = [template.prefix, question, template.middle]
+            first = sum(map(len, head))
+            room = self.options.max_length - first - len(tail)
+            answers = [text for text, _ in record["answers"]]
+            text, start = record["answers"][0]
+            stop = start + len(text)
+            for begin in range(0, max(1, len(ids) - stride), room - stride):
+                part, places = ids[begin : begin + room], spans[begin : begin + room]
+                inside = np.flatnonzero((places[:, 1] > start) & (places[:, 0] < stop))
+                target = 0, 0
+                if len(inside) and places[inside[0], 0] <= start and places[inside[-1], 1] >= stop:
+                    target = first + int(inside[0]), first + int(inside[-1]) + after
+                about = About(index, record["context"], answers, places, len(tail))
+                samples.append(Sample(join(*head, part, tail), first, target, about))
+        return samples
 
     def scores(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return (batch, length, 2) with padding excluded."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparsepretrain.data.encoding import Codec
@@ -102,14 +101,16 @@ class SequenceClassification(RecordTask):
         """
         observations = list(observations)
         result, names = averages(observations), self.options.parts
-        columns = ("parts", "predicted", "labels")
-        rows = [
-            row for seen in observations for row in zip(*(seen[c] for c in columns), strict=True)
-        ]
-        groups = itertools.groupby(sorted(rows, key=itemgetter(0)), key=itemgetter(0))
-        parts = {part: list(zip(*group, strict=True))[1:] for part, group in groups}
+        parts: defaultdict[int, list[Any]] = defaultdict(list)
+        for seen in observations:
+            columns = (seen[key] for key in ("parts", "predicted", "labels"))
+            for part, *pair in zip(*columns, strict=True):
+                parts[part].append(pair)
         for metric in self.options.metrics:
-            found = {part: 100 * _measure(metric, *pair) for part, pair in parts.items()}
+            found = {
+                part: 100 * _measure(metric, *zip(*pairs, strict=True))
+                for part, pairs in sorted(parts.items())
+            }
             result[metric] = sum(found.values()) / len(found)
             if len(names) > 1:
                 result |= {f"{metric}_{names[part]}": value for part, value in found.items()}
