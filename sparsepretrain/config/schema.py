@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -139,8 +140,8 @@ class Run:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """A fresh dict of plain values, defaults included."""
-        plain: dict[str, Any] = _lists(asdict(self))
+        """A fresh dict of plain values, defaults included; tuples are lists, as in YAML."""
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return plain
 
     def problems(self) -> Problems:
@@ -214,10 +215,3 @@ def _fitting(run: Run) -> Problems:
         yield "data", f"{has}, but task={run.task.name} needs {task.kind}"
     else:
         yield from task.misfits(run.task, run.model, run.data)
-
-
-def _lists(value: Any) -> Any:
-    """Return tuples as lists, as in YAML."""
-    if isinstance(value, dict):
-        return {key: _lists(item) for key, item in value.items()}
-    return [_lists(item) for item in value] if isinstance(value, list | tuple) else value
