@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sparsepretrain.data.encoding import Codec, Template, byte_tokenizer, open_codec
+from sparsepretrain.data.encoding import Template, byte_tokenizer, open_codec
 from sparsepretrain.tasks import Task
 
 BERT = {f"{key}_token": f"[{key.upper()}]" for key in ("unk", "cls", "sep", "pad", "mask")}
@@ -22,7 +22,11 @@ def make_tokenizer(file: Path | None, task: Task, model: Any) -> Any:
     tokenizer = Tokenizer.from_str(text)
     if task.options.name == "masked_lm" and codec.mask is None:
         tokenizer.add_special_tokens([BERT["mask_token"]])  # the row after the tokens
-    if (template := _template(task, codec)) is not None:
+    # special tokens around a text as in training; running text has none
+    template = codec.template() if hasattr(task, "head") else None
+    if task.kind == "pairs":
+        template = Template((), (), (), () if codec.end_of_text is None else (codec.end_of_text,))
+    if template is not None:
         names = {i: tokenizer.id_to_token(i) for i in sorted({*sum(template, ())})}
         first, middle, last, alone = ([names[i] for i in part] for part in template)
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -55,13 +59,6 @@ def save_tokenizer(tokenizer: Any, directory: Path) -> None:
     }
     settings.pop("backend", None)
     file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _template(task: Task, codec: Codec) -> Template | None:
-    """Return the special tokens around a text as in training; None for running text."""
-    if task.kind == "pairs":
-        return Template((), (), (), () if codec.end_of_text is None else (codec.end_of_text,))
-    return codec.template() if hasattr(task, "head") else None
 
 
 def _set_token_ids(model: Any, task: Task, end: int) -> None:

@@ -76,6 +76,7 @@ class Marian(Recipe):
         √d_model at the input. Embeddings N(0, 1/d_model), linear layers Xavier-uniform (query, key
         and value with gain 1/√2), biases 0. Padding is masked; there is no padding token.
         """
+        from torch import nn
         from transformers import MarianConfig, MarianMTModel
 
         config = MarianConfig(
@@ -96,7 +97,12 @@ class Marian(Recipe):
         )
         config._attn_implementation = attention_without_masks()
         model = MarianMTModel(config)
-        _initialize(model, options.d_model)
+        nn.init.normal_(model.model.shared.weight, std=options.d_model**-0.5)
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and name != "lm_head":  # tied to the embedding
+                halved = name.endswith(("q_proj", "k_proj", "v_proj"))
+                nn.init.xavier_uniform_(module.weight, gain=2**-0.5 if halved else 1.0)
+                nn.init.zeros_(module.bias)
         for stack in (model.model.encoder, model.model.decoder):
             # the sinusoids are constants, not parameters
             weight = stack.embed_positions.weight.detach()
@@ -161,15 +167,3 @@ class Marian(Recipe):
             config._attn_implementation = before
         rows = ids[:, 1:].tolist()  # without the start token
         return [row[: row.index(end)] if end in row else row for row in rows]
-
-
-def _initialize(model: nn.Module, width: int) -> None:
-    """Draw fairseq's initial weights in module order."""
-    from torch import nn
-
-    nn.init.normal_(model.model.shared.weight, std=width**-0.5)  # type: ignore
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name != "lm_head":  # tied to the embedding
-            halved = name.endswith(("q_proj", "k_proj", "v_proj"))
-            nn.init.xavier_uniform_(module.weight, gain=2**-0.5 if halved else 1.0)
-            nn.init.zeros_(module.bias)
