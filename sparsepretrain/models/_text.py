@@ -6,8 +6,7 @@ import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from sparsepretrain.errors import ConfigError
-from sparsepretrain.limits import Problems
+from sparsepretrain.errors import ConfigError, Problems
 from sparsepretrain.models import Head, Headable
 
 if TYPE_CHECKING:

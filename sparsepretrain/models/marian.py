@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from sparsepretrain.limits import Problems
+from sparsepretrain.errors import Problems
 from sparsepretrain.models import Recipe
 from sparsepretrain.models._text import (
     Activation,

@@ -17,8 +17,7 @@ from sparsepretrain.data.order import Shuffle, pad, windows
 from sparsepretrain.data.preparation import load
 from sparsepretrain.data.tokenizer import tokenizer
 from sparsepretrain.data.tokens import TokenData
-from sparsepretrain.errors import DataError
-from sparsepretrain.limits import Problems
+from sparsepretrain.errors import DataError, Problems
 from sparsepretrain.tasks import Batch, Observation, Progress, Task, averages, widen
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import numpy as np
 
 from sparsepretrain.data.encoding import Codec
-from sparsepretrain.limits import Problems
+from sparsepretrain.errors import Problems
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, Observation, averages
 from sparsepretrain.tasks._bases import RecordTask, RecordTaskOptions, Sample, join

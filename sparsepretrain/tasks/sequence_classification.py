@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparsepretrain.data.encoding import Codec
-from sparsepretrain.errors import ConfigError, needs
-from sparsepretrain.limits import Problems
+from sparsepretrain.errors import ConfigError, Problems, needs
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, Observation, averages, cross_entropy
 from sparsepretrain.tasks._bases import RecordTask, RecordTaskOptions, Sample, join

@@ -11,8 +11,7 @@ import numpy as np
 
 from sparsepretrain.data.order import permutation
 from sparsepretrain.data.source import TEST, TRAIN, VALIDATION, IndexSource, Shard, SourceOptions
-from sparsepretrain.errors import needs
-from sparsepretrain.limits import Problems
+from sparsepretrain.errors import Problems, needs
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
