@@ -138,7 +138,8 @@ def _match(hint: Any, value: Any, key: str, errors: list[str]) -> Any:
     if origin in (list, tuple):
         if not isinstance(value, list | tuple):
             return _MISSING
-        hints = args if origin is tuple else args * len(value)
+        fixed = origin is tuple and args[-1] is not Ellipsis
+        hints = args if fixed else args[:1] * len(value)
         if len(value) != len(hints):
             return _MISSING
         return origin(
