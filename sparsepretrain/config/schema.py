@@ -211,7 +211,7 @@ def _fitting(run: Run) -> Problems:
     task: Any = registry.get("task", run.task.name)
     source: Any = registry.get("source", run.data.source)
     if source.kind != task.kind:
-        has = f"{run.data.name} is {source.kind}"
+        has = f"{run.data.name} has {source.kind}"
         yield "data", f"{has}, but task={run.task.name} needs {task.kind}"
     else:
         yield from task.misfits(run.task, run.model, run.data)
