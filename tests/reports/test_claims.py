@@ -200,7 +200,7 @@ def test_verdicts_of_a_committed_record_are_those_of_scipy(name, first, second, 
     test = stats.ttest_rel(*([values[name][seed] for seed in common] for name in (first, second)))
     verdict = "not decided" if test.pvalue >= 0.01 else "held"
     verdict = "contradicted" if verdict == "held" and test.statistic > 0 else verdict
-    (found,) = (ruling for c, ruling in judged(results, table) if c.text.startswith(claim))
+    found = next(ruling for c, ruling in judged(results, table) if c.text.startswith(claim))
     assert (found.verdict, common) == (verdict, results.seeds)
     assert found.p == pytest.approx(test.pvalue, rel=1e-6)
 
