@@ -257,16 +257,17 @@ def reports(_: str, path: Path) -> str:
 
 
 def unheld(_: str, path: Path) -> str:
-    """Return every claim of the committed tables that did not hold."""
-    rows = []
+    """Return the claims of the committed tables that did not hold, by table and verdict."""
+    claims: dict[tuple[str, str], list[str]] = {}
     for name, found in records().items():
         if found.parts or not has_page(found):
             continue  # its parts have records of their own
         for claim, ruling in judgments(found):
             if ruling.verdict != "held":
                 link = f"[`{name}`]({page(name, path)}.md)"
-                rows.append([link, ruling.verdict, prose(claim.text)])
-    return table(["table", "verdict", "claim"], rows)
+                claims.setdefault((link, ruling.verdict), []).append(prose(claim.text))
+    rows = [[*where, "; ".join(texts)] for where, texts in claims.items()]
+    return table(["table", "verdict", "claims"], rows)
 
 
 def stand_ins(_: str, path: Path) -> str:
