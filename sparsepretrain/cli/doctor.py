@@ -30,8 +30,9 @@ class Doctor(ConfiguredVerb):
 
         console.table("this machine", machine(), lines=False)
         console.info("")
-        title = "products that can be sparse: linear layers with features that 64 divides, "
-        title += "fp16 or bf16"
+        title = (
+            "products that can be sparse: linear layers with features that 64 divides, fp16 or bf16"
+        )
         console.table(title, method_rows(), ["method", *MATMULS, "why not"], lines=False)
         console.info(f"\n{here()}")
         return 0
