@@ -25,10 +25,6 @@ def rank() -> int:
     return int(os.environ["RANK"]) if started() else 0
 
 
-interrupted = False
-"""True if SIGINT arrived since the command began, even if a library swallowed it."""
-
-
 def report(error: BaseException) -> bool:
     """Write ``error`` for the launcher; return False without a launcher."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")

@@ -17,12 +17,6 @@ from sparsepretrain.training.hardware import environment, known_gpu, unusable_gp
 META = torch.device("meta")
 SIZE = LayerSize((64, 64), 1, META)
 """Linear layer whose features are multiples of 64."""
-REGRESSIONS = {
-    "0.8.0": "slower on H100 and L4 than versions before and after it, says NVIDIA of 0.8.1: "
-    "pip install 'nvidia-cusparselt-cu13>=0.8.1'"
-}
-"""Version of cuSPARSELt -> what is wrong with it (docs.nvidia.com/cuda/cusparselt, release notes).
-Wrong algorithms have no entry: a trial before use finds them."""
 
 
 def present_device() -> torch.device:
@@ -34,15 +28,13 @@ def machine() -> list[tuple[str, str]]:
     """Return versions and devices, as rows."""
     found = environment(present_device())
     packages, hardware = found["packages"], found["hardware"]
-    library = version()
-    bad = f": {REGRESSIONS[library]}" if library in REGRESSIONS else ""
     commit = f", commit {found['commit']}" if found["commit"] else ""
     rows = [
         ("sparsepretrain", f"{found['sparsepretrain']}{commit}"),
         ("Python", f"{found['python']}, {found['platform']}"),
         ("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"),
         ("triton", packages.get("triton", "none: kernels are those of PyTorch")),
-        ("cuSPARSELt", library + bad),
+        ("cuSPARSELt", version()),
         ("CPU cores", f"{hardware['cores']}, {hardware['threads']} threads"),
     ]
     for index in range(torch.cuda.device_count()):

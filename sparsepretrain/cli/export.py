@@ -23,12 +23,9 @@ class Export(Verb):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.description = DESCRIPTION
         parser.add_argument("run", metavar="RUN", help="a run directory or one of its checkpoints")
-        text = "semi_structured: refuse layers that load_semi_structured cannot load on a GPU"
-        forms = ["hf", "semi_structured"]
-        parser.add_argument("--format", choices=forms, default="hf", help=text)
         text = "add low-rank adapters to the weights, which are then not N:M"
         parser.add_argument("--merge-adapters", action="store_true", help=text)
-        text = "default: RUN/export/FORMAT, RUN/export/merged with --merge-adapters"
+        text = "default: RUN/export/hf, RUN/export/merged with --merge-adapters"
         parser.add_argument("--out", type=Path, metavar="DIR", help=text)
 
     def run(self, args: argparse.Namespace) -> int:
@@ -42,7 +39,5 @@ class Export(Verb):
         directory = RunDirectory(Path(args.run))
         if directory.record_file.is_file():
             illustrate(directory)  # the figure of the card
-        export_run(
-            args.run, form=args.format, merge=args.merge_adapters, out=args.out, console=console
-        )
+        export_run(args.run, merge=args.merge_adapters, out=args.out, console=console)
         return 0

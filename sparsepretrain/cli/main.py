@@ -7,14 +7,11 @@ import contextlib
 import errno
 import os
 import select
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from types import FrameType
+from collections.abc import Sequence
 from typing import NoReturn
 
-from sparsepretrain import __version__, processes, registry
+from sparsepretrain import __version__, registry
 from sparsepretrain.cli._verb import ConfiguredVerb, UsageError, Verb
 from sparsepretrain.errors import (
     INTERRUPTED,
@@ -81,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an ASCII terminal shows ? for ᵀ
     try:
-        with _interrupts(), own_warnings(lambda line: _complain(f"warning: {line}")):
+        with own_warnings(lambda line: _complain(f"warning: {line}")):
             code = _dispatch(argv)
         print(end="", flush=True)
         return code
@@ -113,26 +110,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain("interrupted")
         exec("")  # CPython dies of SIGINT if the last executed string was interrupted
         return INTERRUPTED
-
-
-@contextlib.contextmanager
-def _interrupts() -> Iterator[None]:
-    """Record every SIGINT: a bare ``except`` in a library may swallow the exception."""
-    processes.interrupted = False
-    usual = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(usual):
-        yield
-        return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        processes.interrupted = True
-        usual(number, frame)
-
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, usual)
 
 
 def verbs() -> dict[str, Verb]:

@@ -36,8 +36,6 @@ class StudyVerb(ConfiguredVerb):
         parser.add_argument("--dry-run", action="store_true", help=text)
         text = "print a shell line per cell, for any scheduler, and stop"
         parser.add_argument("--commands", action="store_true", help=text)
-        text = "submit a job per cell with these sbatch options (needs the extra sweep), and stop"
-        parser.add_argument("--slurm", type=_options, metavar="KEY=VALUE,…", help=text)
 
     def start(self, args: argparse.Namespace, found: Sequence[Part], report: str) -> int:
         """Act on the cells as the flags say; ``report``: words after ``report``, or empty."""
@@ -53,10 +51,6 @@ class StudyVerb(ConfiguredVerb):
             print(*reproduce.commands(found), sep="\n")
             return 0
         found = reproduce.check(found, console)
-        if args.slurm is not None:
-            for line in reproduce.submit(found, args.slurm):
-                console.info(line)
-            return 0
         try:
             reproduce.run_parts(found, console, jobs=args.jobs)
         finally:
@@ -112,7 +106,7 @@ class Reproduce(StudyVerb):
         words += [word for d in args.config_dir for word in ("--config-dir", str(d))]
         report = shell_line([*words, *args.overrides])
         tuning = [part for part in found if part.is_tuning]
-        if tuning and (args.dry_run or args.commands or args.slurm is not None):
+        if tuning and (args.dry_run or args.commands):
             Console().warn(
                 "rows with unfinished tuning runs are left out: repeat the command after them"
             )
@@ -121,11 +115,3 @@ class Reproduce(StudyVerb):
             parts = reproduce.parts(*given)
             found = [part for part in parts if part.cells and not part.is_tuning]
         return self.start(args, found, report) if found else 0
-
-
-def _options(text: str) -> dict[str, str]:
-    """Parse ``KEY=VALUE,KEY=VALUE``."""
-    found = dict(word.partition("=")[::2] for word in text.split(","))
-    if not all(key and value for key, value in found.items()):
-        raise argparse.ArgumentTypeError(f"must be KEY=VALUE,KEY=VALUE, got {text!r}")
-    return found

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 import shlex
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from sparsepretrain.config.freeze import flat
 from sparsepretrain.config.places import catalog, check_yaml, search_path, yaml_files
 from sparsepretrain.config.schema import Run
-from sparsepretrain.errors import ConfigError, SparsePretrainWarning, one_line
+from sparsepretrain.errors import ConfigError, one_line
 from sparsepretrain.registry import choices, suggestion
 
 if TYPE_CHECKING:
@@ -219,7 +218,8 @@ def _composing(parsed: Overrides) -> Iterator[str]:
             "a defaults list includes itself, or a key is nested too deeply"
         ) from error
     except (HydraException, OSError, ValueError) as error:
-        raise ConfigError(_unreadable(parsed) or one_line(error)) from error
+        chosen = [f"{group}={option}: " for group, option in parsed.choices.items()]
+        raise ConfigError(f"{''.join(chosen)}{one_line(error)}") from error
 
 
 def _resolved(composed: DictConfig, values: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -239,21 +239,8 @@ def _resolved(composed: DictConfig, values: list[tuple[str, Any]]) -> dict[str, 
             errors.append(f"{key} cannot be set: {parent} has no keys of its own")
     if errors:
         raise ConfigError(errors)
-    _warn_of_secrets(str(OmegaConf.to_container(composed, resolve=False)))
     plain: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     return {str(key): value for key, value in plain.items()}
-
-
-def _warn_of_secrets(text: str) -> None:
-    """Warn if a value comes from an environment variable that looks like a secret."""
-    for name in dict.fromkeys(re.findall(r"\$\{oc\.env:(\w+)", text)):
-        if re.search("TOKEN|KEY|SECRET|PASSWORD", name, re.IGNORECASE):
-            warnings.warn(
-                f"the value of ${name} is stored in the run directory, checkpoints and trackers: "
-                "do not put secrets into the configuration",
-                SparsePretrainWarning,
-                stacklevel=2,
-            )
 
 
 def _choose(parsed: Overrides, group: str, value: Any, options: list[str]) -> str:
@@ -285,22 +272,6 @@ def shell_line(words: Iterable[str]) -> str:
         f'"{word}"' if "'" in word and not re.search(r'["$`\\!]', word) else shlex.quote(word)
         for word in words
     )
-
-
-def _unreadable(parsed: Overrides) -> list[str]:
-    """Return the user's chosen files that are not YAML mappings, after composing failed."""
-    import yaml
-    from omegaconf import OmegaConf
-
-    problems = []
-    for group, option in parsed.choices.items():
-        file = parsed.options[group][option] / group / f"{option}.yaml"
-        try:
-            if not OmegaConf.is_dict(OmegaConf.load(file)):
-                problems.append(f"{file} must be a mapping of keys (key: value lines)")
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            problems.append(f"{file} cannot be read: {one_line(error)}")
-    return problems
 
 
 def _syntax(text: str) -> str:

@@ -39,16 +39,12 @@ from sparsepretrain.data.tokens import (
     TokenData,
     fingerprint,
     open_tokens,
-    verify,
 )
 from sparsepretrain.errors import DataError, SparsePretrainWarning
 from sparsepretrain.files import cache_directory, sync, write_atomic
 
 TRAINING_TEXT = 256 << 20
 """Maximum bytes of training text for a tokenizer; more hardly changes the result."""
-
-LONG_CHECK = 1 << 30
-"""Bytes whose checksums take about a second; progress is reported above this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +97,12 @@ def prepare(
     source, directory = _locate(options)
     report = on_progress or (lambda progress: None)
     with contextlib.suppress(Damaged):
-        return _verified(directory, report, known=False)
+        return open_tokens(directory)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with _exclusive(directory, report):
             try:
-                return _verified(directory, report, known=False)
+                return open_tokens(directory)
             except Damaged as damage:
                 if directory.exists():
                     text = f"{damage.problem}: preparing {options.name} again"
@@ -117,7 +113,7 @@ def prepare(
                 if source.kind in FORMATS:  # hours of tokenized text survive a repair
                     shutil.rmtree(f"{directory}.partial", ignore_errors=True)
                 raise
-            return _verified(directory, report, known=False)
+            return open_tokens(directory)
     except OSError as error:
         where = error.filename or directory
         raise DataError(
@@ -130,7 +126,7 @@ def load(options: Any, *, on_progress: OnProgress | None = None) -> TokenData:
     """Open the prepared data of ``options``; prepare offline sources if missing or damaged."""
     source, directory = _locate(options)
     try:
-        return _verified(directory, on_progress or (lambda progress: None), known=True)
+        return open_tokens(directory, known=True)
     except Damaged:
         if source.offline:
             return prepare(options, on_progress=on_progress)
@@ -151,21 +147,6 @@ def _locate(options: Any) -> tuple[Source, Path]:
     text = json.dumps(identity, sort_keys=True, ensure_ascii=True)
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     return source, cache_directory() / f"{options.name}-{key}"
-
-
-def _verified(directory: Path, report: OnProgress, *, known: bool) -> TokenData:
-    """Open prepared data after comparing checksums, or raise :class:`Damaged`.
-
-    ``known``: trust files that have not changed since the last check.
-    """
-    begin = time.monotonic()
-
-    def checking(done: int, total: int) -> None:
-        if total > LONG_CHECK:
-            report(Progress("checking", done, total, "bytes", time.monotonic() - begin))
-
-    verify(directory, checking, known=known)
-    return open_tokens(directory)
 
 
 def _exclusive(directory: Path, report: OnProgress) -> Any:

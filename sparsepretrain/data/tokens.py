@@ -2,9 +2,9 @@
 
 A prepared directory holds ``train.bin`` and ``validation.bin`` (raw little-endian integers),
 ``tokenizer.json`` unless tokens are bytes, ``manifest.json``, and the raw targets of held-out
-pairs. It appears by one rename, so a directory with a manifest is complete. :func:`verify` checks
-checksums before it is opened, unless size, modification time and inode of every file equal those in
-``verified.json``, written after the last successful check.
+pairs. It appears by one rename, so a directory with a manifest is complete. Checksums
+are compared before it is opened, unless size, modification time and inode of every file equal those
+in ``verified.json``, written after the last successful check.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ TOKENIZER = "tokenizer.json"
 VERIFIED = "verified.json"
 """File -> [bytes, modification time in ns, inode] at the last successful check."""
 CHUNK = 1 << 24
-"""Bytes or tokens read at a time."""
+"""Tokens read at a time."""
 
 
 class Damaged(DataError):
@@ -77,9 +77,18 @@ class TokenData:
         return np.concatenate(found)
 
 
-def open_tokens(directory: Path) -> TokenData:
-    """Open a prepared directory, whose files :func:`verify` has checked."""
+def open_tokens(directory: Path, *, known: bool = False) -> TokenData:
+    """Compare the files of a prepared directory with their checksums, and open it.
+
+    Args:
+        directory: see the description of this module.
+        known: trust files that have not changed since the last successful check.
+
+    Raises:
+        Damaged: a file is missing or has other contents.
+    """
     manifest = _read_manifest(directory)
+    _verify(directory, manifest["sha256"] | manifest["references"], known=known)
     dtype = np.dtype(manifest["dtype"])
     tokens = {}
     for split, count in manifest["tokens"].items():
@@ -97,34 +106,18 @@ def open_tokens(directory: Path) -> TokenData:
     )
 
 
-def verify(directory: Path, on_bytes: Callable[[int, int], None], *, known: bool) -> None:
-    """Compare the files of a prepared directory with their checksums.
-
-    Args:
-        known: return at once if no file has changed since the last successful check.
-        on_bytes: called with bytes read and bytes to read.
-
-    Raises:
-        Damaged: a file has other contents.
-    """
-    manifest = _read_manifest(directory)
-    sums: dict[str, str] = manifest["sha256"] | manifest["references"]
+def _verify(directory: Path, sums: dict[str, str], *, known: bool) -> None:
     remembered = None
     with contextlib.suppress(OSError, ValueError):
         remembered = read_json(directory / VERIFIED)
     try:
-        stats, done = {name: os.stat(directory / name) for name in sums}, 0
+        stats = {name: os.stat(directory / name) for name in sums}
         stamps = {name: [s.st_size, s.st_mtime_ns, s.st_ino] for name, s in stats.items()}
         if known and remembered == stamps:
             return
-        total = sum(size for size, _, _ in stamps.values())
         for name, expected in sums.items():
-            digest = hashlib.sha256()
             with open(directory / name, "rb") as file:
-                while content := file.read(CHUNK):
-                    digest.update(content)
-                    done += len(content)
-                    on_bytes(done, total)
+                digest = hashlib.file_digest(file, "sha256")
             if digest.hexdigest() != expected:
                 raise Damaged(directory, f"{directory / name} does not match its checksum")
     except OSError as error:

@@ -26,7 +26,7 @@ AUTO = {
 """Suffix of a transformers class -> class that loads it, and the Hub's task."""
 
 
-def write(converted: Converted, about: dict[str, Any], directory: Path, *, semi: bool) -> None:
+def write(converted: Converted, about: dict[str, Any], directory: Path) -> None:
     """Write ``README.md`` and, if available, the figure of flip rates."""
     source, task, method = converted.source, converted.task, converted.method
     config: dict[str, Any] = source.config or {}
@@ -41,7 +41,7 @@ def write(converted: Converted, about: dict[str, Any], directory: Path, *, semi:
     lines += ["---", "", f"# {config['name']}, {title(method)}", ""]
     lines += [*_weights(converted, about), ""]
     lines += ["## Use", "", "```python", *_use(converted, auto), "```", ""]
-    if semi:
+    if about["pattern"] == "2:4" and not converted.is_timm and not converted.adapters:
         lines += ["On a GPU, with the products of the sparse layers sparse:", "", "```python"]
         lines += ["from sparsepretrain.export import load_semi_structured", ""]
         lines += ['model = load_semi_structured("DIR", device="cuda")', "```", ""]

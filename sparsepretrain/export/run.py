@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from sparsepretrain.config import freeze
 from sparsepretrain.errors import ConfigError, cannot_write
@@ -16,13 +16,10 @@ from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.tracking.console import Console
 
-Format = Literal["hf", "semi_structured"]
-
 
 def export_run(
     path: str | Path,
     *,
-    form: Format = "hf",
     merge: bool = False,
     out: Path | None = None,
     console: Console | None = None,
@@ -36,10 +33,8 @@ def export_run(
 
     Args:
         path: a run directory or one of its checkpoints.
-        form: ``hf``; or ``semi_structured``, the same files if
-            :func:`~sparsepretrain.export.load_semi_structured` can load them on a GPU.
         merge: add low-rank adapters to the weights, which are dense then.
-        out: output directory; None: ``export/<form>`` of the run, or ``export/merged``. An earlier
+        out: output directory; None: ``export/hf`` of the run, or ``export/merged``. An earlier
             export is replaced.
         console: prints a summary; by default to stdout.
 
@@ -53,10 +48,8 @@ def export_run(
     source = weights.find(path, console.warn)
     if source.config is None:
         raise ConfigError(f"{path} is a Hugging Face checkpoint already: give a run")
-    directory = _place(source, "merged" if merge else form, out)
+    directory = _place(source, "merged" if merge else "hf", out)
     converted = convert.convert(source, merge=merge)
-    if form == "semi_structured":
-        semi_structured.require(converted)
     stage = directory.with_name(f".{directory.name}.tmp")
     try:
         shutil.rmtree(stage, ignore_errors=True)
@@ -65,7 +58,7 @@ def export_run(
         about = _about(converted, difference)
         (stage / semi_structured.ABOUT).write_text(json.dumps(about, indent=1) + "\n")
         (stage / RunDirectory.config_file.name).write_text(freeze.to_yaml(source.config or {}))
-        card.write(converted, about, stage, semi=form == "semi_structured")
+        card.write(converted, about, stage)
         for file in stage.rglob("*.safetensors"):  # safetensors creates private files
             shutil.copymode(stage / semi_structured.ABOUT, file)
         if directory.exists():

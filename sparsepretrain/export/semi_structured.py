@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,34 +13,11 @@ from sparsepretrain.files import read_json
 from sparsepretrain.kernels.packed24 import TYPES
 from sparsepretrain.models.gpt2 import linear_from
 
-if TYPE_CHECKING:
-    from sparsepretrain.export.convert import Converted
-
 ABOUT = "sparsity.json"
 """File that describes the exported weights."""
 ROWS, COLUMNS = 64, 64
 """out_features and in_features must be multiples of these in fp16 and bf16: cuSPARSELt limits rows,
 CUTLASS columns."""
-
-
-def require(converted: Converted) -> None:
-    """Raise ConfigError for a model that :func:`load_semi_structured` cannot load anywhere."""
-    if converted.pattern != (2, 4):
-        found = "dense" if converted.pattern is None else "{}:{}".format(*converted.pattern)
-        why = converted.proof.why_dense
-        raise ConfigError(
-            f"semi-structured tensors are 2:4, these weights are {found} {why}".strip()
-        )
-    if converted.is_timm or converted.adapters:
-        kind = "models of timm" if converted.is_timm else "adapters"
-        raise ConfigError(f"there is no semi-structured loader for {kind}: use --format hf")
-    for name in converted.layers:
-        out, width = _as_linear(converted.model.get_submodule(name)).weight.shape
-        if out % ROWS or width % COLUMNS:
-            raise ConfigError(
-                f"layer {name} is {out} × {width}, but semi-structured tensors need multiples of "
-                f"{ROWS} × {COLUMNS}: use --format hf, or leave it out of sparsity.targets"
-            )
 
 
 def load_semi_structured(
@@ -51,12 +28,12 @@ def load_semi_structured(
     GPT-2's sparse Conv1D layers become nn.Linear.
 
     Args:
-        directory: output of ``sparsepretrain export --format semi_structured``.
+        directory: output of ``sparsepretrain export``.
         device: a CUDA device of compute capability 8.0 or later.
         dtype: fp16 or bf16.
 
     Raises:
-        ConfigError: unsupported device, pattern or dtype.
+        ConfigError: unsupported device, pattern, dtype or size of a layer.
         CheckpointError: ``directory`` is not an export.
     """
     import transformers
@@ -93,6 +70,12 @@ def compress(model: nn.Module, layers: list[str]) -> None:
     for name in layers:
         parent, _, child = name.rpartition(".")
         linear = _as_linear(model.get_submodule(name))
+        rows, columns = linear.weight.shape
+        if rows % ROWS or columns % COLUMNS:
+            raise ConfigError(
+                f"layer {name} is {rows} × {columns}, but semi-structured tensors need multiples "
+                f"of {ROWS} × {COLUMNS}: leave it out of sparsity.targets"
+            )
         packed = to_sparse_semi_structured(linear.weight.detach())
         linear.weight = nn.Parameter(packed, requires_grad=False)
         setattr(model.get_submodule(parent), child, linear)

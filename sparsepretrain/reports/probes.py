@@ -25,23 +25,18 @@ PRODUCTS = {"wgrad": "dW", "dgrad": "dX"}
 
 def pictures(run: RunData) -> dict[str, Figure]:
     """Return file name -> figure of every probe recorded in a run."""
-    alone = {plots.title(run): [run]}
     drawn = {
-        "probe_figure1": figure_1(alone),
-        "probe_figure2": figure_2(alone),
-        "probe_scale": figure_4(alone),
-        "probe_lifetime": lifetime_figure(run),
-        "probe_estimator": estimator_figure(run),
+        **overlays({plots.title(run): [run]}),
+        "lifetime": lifetime_figure(run),
+        "estimator": estimator_figure(run),
     }
-    return {name: figure for name, figure in drawn.items() if figure is not None}
+    return {f"probe_{name}": figure for name, figure in drawn.items() if figure is not None}
 
 
 def overlays(groups: Groups) -> dict[str, Figure]:
     """Return file name -> figure of the probed runs among several."""
     drawn = {
-        "figure1": figure_1(groups),
-        "figure2": figure_2(groups),
-        "figure4": figure_4(groups),
+        f"figure{n}": draw(groups) for n, draw in ((1, figure_1), (2, figure_2), (4, figure_4))
     }
     return {name: figure for name, figure in drawn.items() if figure is not None}
 

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 
 from sparsepretrain.config.cells import Selection
 from sparsepretrain.config.tables import Scale, load_table
-from sparsepretrain.errors import ConfigError, SparsePretrainWarning
+from sparsepretrain.errors import ConfigError
 from sparsepretrain.files import write_atomic
 from sparsepretrain.reports import plots, probes
 from sparsepretrain.reports.figures import compared, of_runs
@@ -29,7 +28,6 @@ from sparsepretrain.reports.runs import (
     labels,
     load,
     pair,
-    uneven_validation,
 )
 from sparsepretrain.reports.table import Page, render
 from sparsepretrain.runs.directory import RunDirectory, find_runs
@@ -60,9 +58,9 @@ def report(runs: Sequence[Path], out: Path | None = None, *, page: bool = False)
 
     One run: ``plots/*.png`` and ``report.md`` in its directory. Several: ``difference.png`` (to the
     dense run of the same seed and data, flip rates below), ``final.png`` (at the end),
-    ``overlay.png`` (the curves) and ``report.md`` in ``reports/<labels>``, with a warning if
-    validation losses are not comparable. ``out`` replaces these directories; ``page`` adds
-    ``report.html``, text and figures in one file below 1 MB. The pictures are returned first.
+    ``overlay.png`` (the curves) and ``report.md`` in ``reports/<labels>``. ``out`` replaces these
+    directories; ``page`` adds ``report.html``, text and figures in one file below 1 MB. The
+    pictures are returned first.
     """
     data = [load(run.path) for run in find_runs(runs)]
     if not data:
@@ -146,9 +144,6 @@ def _several(runs: list[RunData], names: list[str], out: Path, page: bool) -> li
     for file in figures:
         lines += [f"![{Path(file).stem}]({file})", ""]
     lines += [_about(paired), ""]
-    if (uneven := uneven_validation(runs, names)) is not None:
-        warnings.warn(uneven, SparsePretrainWarning, stacklevel=3)
-        lines += [f"Warning: {uneven}.", ""]
     rows = [_summary(run) for run in runs]
     for row, run, partner in zip(rows, runs, paired.partners, strict=True):
         row[f"minus {paired.reference}"] = _compared(run, partner)
@@ -194,10 +189,10 @@ def _descent(groups: probes.Groups) -> list[str]:
 
 def _about(paired: Paired) -> str:
     if not paired.groups():
-        return "No two runs share seed, data and batch size: no differences are shown."
+        return "No two runs share seed, data, batch size and evaluation: no differences are shown."
     text = (
-        f"Differences are to {paired.reference} with the same seed, data and batch size, step by "
-        "step; bands and bars are 95 % intervals over seeds."
+        f"Differences are to {paired.reference} with the same seed, data, batch size and "
+        "evaluation samples, step by step; bands and bars are 95 % intervals over seeds."
     )
     both = zip(paired.names, paired.partners, strict=True)
     if alone := dict.fromkeys(name for name, partner in both if partner is None):

@@ -294,19 +294,21 @@ class Paired:
 
 
 def pair(runs: Sequence[RunData], labels: Sequence[str]) -> Paired:
-    """Pair each run with the dense run of equal seed, data, task and batch size.
+    """Pair each run with the dense run of equal seed, data, task, batch size and evaluation.
 
-    These settings decide the order of samples. Without a dense run the first name is the reference;
-    of several dense runs the one with the same model is taken.
+    These settings decide the samples. Without a dense run the first name is the reference; of
+    several dense runs the one with the same model is taken.
     """
     names = [re.sub(r" ?\bseed=\S+", "", label).strip() or label for label in labels]
     dense = [i for i, run in enumerate(runs) if run.option("sparsity") == "dense"]
     candidates = dense or [i for i, name in enumerate(names) if name == names[0]]
     models = [run.config.get("model") for run in runs]
-    settings = [
-        [*map(run.config.get, ("seed", "data", "task")), run.option("batch", "size")]
-        for run in runs
-    ]
+    settings = []
+    for run in runs:
+        samples = run.option("eval", "batches") and run.option("batch", "micro", 1)
+        evaluated = samples and samples * run.option("eval", "batches")
+        decide = [*map(run.config.get, ("seed", "data", "task")), run.option("batch", "size")]
+        settings.append([*decide, evaluated])
     # a narrower dense model is compared with the dense model of the methods' size
     main = names[max(candidates, key=lambda i: models.count(models[i]))]
     partners: list[RunData | None] = []
@@ -318,21 +320,6 @@ def pair(runs: Sequence[RunData], labels: Sequence[str]) -> Paired:
         same.sort(key=lambda k: (models[k] != models[i], names[k] != main))
         partners.append(runs[same[0]] if same else run if i in candidates else None)
     return Paired(main, names, runs, partners)
-
-
-def uneven_validation(runs: Sequence[RunData], labels: Sequence[str]) -> str | None:
-    """Return why validation losses are not comparable, or None if all use equal samples."""
-    found: dict[str, list[str]] = {}
-    for run, label in zip(runs, labels, strict=True):
-        batches, micro = run.option("eval", "batches"), run.option("batch", "micro", None)
-        if batches == "" or (batches is not None and micro is None):
-            continue  # unknown
-        what = "the whole split" if batches is None else f"{batches * micro:,} samples"
-        found.setdefault(what, []).append(label)
-    if len(found) < 2:
-        return None
-    parts = "; ".join(f"{what} for {', '.join(names)}" for what, names in found.items())
-    return f"validation differs in eval.batches or batch.micro, so its losses do too: {parts}"
 
 
 def _group(key: str) -> str:

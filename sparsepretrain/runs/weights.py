@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsepretrain import registry
 from sparsepretrain.errors import CheckpointError, reason
 from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.checkpoint import Checkpoint
@@ -71,7 +70,7 @@ def find(path: str | Path, warn: Callable[[str], None] = lambda line: None) -> W
         name = str(path)
         local = name.startswith((".", "/", "~")) or name.count("/") > 1 or name[:5] == "runs/"
         if local or ("/" in name and directory.parent.is_dir()):
-            raise CheckpointError(f"{name}: no such checkpoint, there is no directory{_near(name)}")
+            raise CheckpointError(f"{name}: no such checkpoint, there is no directory")
         _require_on_hub(name)
         return WeightSource(name)
     return WeightSource(found.path, found, found.config())
@@ -104,18 +103,5 @@ def _require_on_hub(repository: str) -> None:
             hf_hub_download(repository, HF_CONFIG)
     except (OSError, ValueError) as error:  # not there, no network, no legal name
         raise CheckpointError(
-            f"{repository}: no such directory{_near(repository)}, and no {HF_CONFIG} on the hub: "
-            f"{reason(error)}"
+            f"{repository}: no such directory, and no {HF_CONFIG} on the hub: {reason(error)}"
         ) from error
-
-
-def _near(name: str) -> str:
-    """Suggest an existing run or checkpoint for a missing path."""
-    path = Path(name).expanduser()
-    above = next(parent for parent in path.parents if parent.is_dir())
-    if above == Path(above.anchor):  # too much lies below the root
-        return ""
-    runs = [found.parent for depth in ("*", "*/*") for found in above.glob(f"{depth}/checkpoints")]
-    known = sorted(str(p.relative_to(above)) for p in [*runs, *above.glob("step_*")])
-    prefix = "" if above == Path() else f"{above}/"
-    return registry.suggestion(str(path.relative_to(above)), known, prefix)

@@ -165,7 +165,7 @@ def study_of(title: str, runs: Iterable[Run], console: Console, jobs: int | None
         devices = visible_devices()
         if devices and most > len(devices):
             text = f"expected at most {len(devices)} GPUs, got {most}"
-            raise ConfigError(f"parallel.nproc: {text}; lower it, or use --commands or --slurm")
+            raise ConfigError(f"parallel.nproc: {text}; lower it, or use --commands")
     fitting = len(devices) // min(filter(None, needed), default=1)
     return Study(title, console, jobs=jobs or max(1, fitting), devices=devices)
 
@@ -190,18 +190,3 @@ def run_parts(found: Sequence[Part], console: Console, *, jobs: int | None = Non
             f"{len(failed)} of {len(study.cells)} cells failed ({shown}): the same command tries "
             "them again"
         )
-
-
-def submit(found: Sequence[Part], settings: dict[str, str]) -> Iterator[str]:
-    """Submit the remaining work as jobs of a cluster; yield a line per job."""
-    with needs("--slurm", "submitit", "sweep", error=ConfigError):
-        from sparsepretrain.studies import slurm
-    for part in found:
-        cells = [c for c in part.cells if part.stages or not _end_is_saved(c.run, part.stop_after)]
-        if not cells:
-            continue
-        lines = list(commands([dataclasses.replace(part, cells=cells)]))
-        folder = Path(cells[0].run.runs_dir) / "slurm"
-        for job, cell in zip(slurm.submit(part.name, lines, settings, folder), cells, strict=True):
-            yield f"job {job.job_id}: {part.name}: {cell.label}; prints to {job.paths.stdout}"
-    yield "the same command with --dry-run shows the remaining work, without --slurm runs it here"

@@ -2,10 +2,8 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -163,24 +161,3 @@ def test_finished_run_needs_no_torch(tiny, capfd, monkeypatch):
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
     ends = [line.rpartition("is ")[2] for line in done.stdout.splitlines()]
     assert ends == [f"finished ({steps} steps): nothing to do" for steps in (2, 1)]
-
-
-def test_interrupt_swallowed_by_a_library_still_exits_with_130(tiny, monkeypatch, capfd):
-    from sparsepretrain.training import plan
-
-    def library(run):
-        try:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(1)
-        except BaseException:
-            return
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(plan, "require_a_sparse_step", library)
-            assert cli.main(["train", *tiny.overrides()]) == 130
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert capfd.readouterr().err == "sparsepretrain: interrupted\n"
-    assert cli.main(["train", *tiny.overrides("steps=1")]) == 0, "the next one is not interrupted"

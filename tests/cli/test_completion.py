@@ -45,7 +45,7 @@ def test_flags_and_arguments_are_completed(capsys):
     assert complete(capsys, "completion", "") == ["--help", "bash", "zsh", "fish"]
     assert complete(capsys, "eval", "run", "weights=") == ["weights=sparse", "weights=dense"]
     assert complete(capsys, "report", "r") == []
-    assert complete(capsys, "export", "run", "--format", "s") == ["semi_structured"]
+    assert complete(capsys, "reproduce", "match", "--scale", "pape") == ["paper"]
     assert complete(capsys, "export", "run", "--merge") == ["--merge-adapters"]
 
 

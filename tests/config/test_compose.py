@@ -12,7 +12,7 @@ from sparsepretrain import registry
 from sparsepretrain.config import compose, load, validate
 from sparsepretrain.config.compose import build, read
 from sparsepretrain.config.places import ENVIRONMENT, catalog, shipped
-from sparsepretrain.errors import ConfigError, SparsePretrainWarning
+from sparsepretrain.errors import ConfigError
 
 GLOBAL = "# @package _global_\n"
 
@@ -192,12 +192,6 @@ def test_wrong_choices_and_wrong_keys_are_reported_together():
     assert sum(m.startswith("unknown key") for m in found) == 2
     found = messages("sparsity.gama=0.2", "optim.lr=ten", "schedule=cosin")
     assert [m.split()[0] for m in found] == ["schedule", "unknown", "optim.lr"]
-
-
-def test_environment_secrets_in_overrides_warn(monkeypatch):
-    monkeypatch.setenv("MY_API_KEY", "sesame")
-    with pytest.warns(SparsePretrainWarning, match=r"\$MY_API_KEY"):
-        assert compose(["tracker.project=${oc.env:MY_API_KEY}"])["tracker"]["project"] == "sesame"
 
 
 def test_wrong_model_suppresses_errors_of_its_recipe():

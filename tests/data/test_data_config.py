@@ -36,7 +36,6 @@ def test_mask_token_is_known_by_tokenizer(options, tokenizer, has_mask):
         ("digits", {"validation": 150, "test": 24}, "data.test"),
         ("parallel_files", PARALLEL | {"train": []}, "data.train must be"),
         ("parallel_files", PARALLEL | {"test": ["a", "b", "c"]}, "data.test must be"),
-        ("parallel_files", PARALLEL | {"columns": [1, 1]}, "data.columns"),
     ],
 )
 def test_invalid_options_are_refused_with_their_key(options, config, changes, expected):

@@ -12,31 +12,44 @@ from transformers import AutoModelForCausalLM
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.export import load_semi_structured, semi_structured
 
+ADAPTERS = ("sparsity=slope", "sparsity.adapters.rank=2", "sparsity.adapters.start=0.5")
+
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = write_run(tmp_path_factory.mktemp("runs"), "gpt2")
-    return export(run, form="semi_structured")[0]
+    return export(run)[0]
 
 
 @pytest.mark.parametrize(
-    ("kind", "overrides", "message"),
+    ("overrides", "message"),
     [
-        ("gpt2", ("sparsity=tsrste", "sparsity.dense_tail=0.5"), "dense since step 2"),
-        ("gpt2", ("sparsity=ste", "sparsity.n=1"), "are 2:4, these weights are 1:4"),
-        ("gpt2", ("model.n_embd=40",), "mlp.c_fc is 160 × 40, but .* multiples of 64 × 64"),
-        ("vit", (), "no semi-structured loader for models of timm"),
+        (("sparsity=tsrste", "sparsity.dense_tail=0.5"), "are 2:4, the weights in .* are dense"),
+        (("sparsity=ste", "sparsity.n=1"), "are 2:4, the weights in .* are 1:4"),
+        (ADAPTERS, "are 2:4 and adapters"),
     ],
 )
-def test_unsupported_models_are_refused(kind, overrides, message, tmp_path):
-    run = write_run(tmp_path, kind, *overrides)
+def test_unsupported_weights_are_refused(overrides, message, tmp_path):
+    directory, _ = export(write_run(tmp_path, "gpt2", *overrides))
+    assert "load_semi_structured" not in (directory / "README.md").read_text()
     with pytest.raises(ConfigError, match=message):
-        export(run, form="semi_structured")
-    assert not (run / "export").exists()
+        load_semi_structured(directory)
+
+
+def test_models_of_timm_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="not an export of a transformers model"):
+        load_semi_structured(export(write_run(tmp_path, "vit"))[0])
+
+
+def test_layers_of_other_sizes_are_refused(tmp_path):
+    directory, _ = export(write_run(tmp_path, "gpt2", "model.n_embd=40"))
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    layers = json.loads((directory / "sparsity.json").read_text())["layers"]
+    with pytest.raises(ConfigError, match=r"mlp\.c_fc is 160 × 40, but .* multiples of 64 × 64"):
+        semi_structured.compress(model, layers)
 
 
 def test_loader_errors_name_the_reason(exported, tmp_path):
-    assert exported.name == "semi_structured"
     assert "load_semi_structured" in (exported / "README.md").read_text()
     with pytest.raises(ConfigError, match="need a CUDA device, got device='cpu'"):
         load_semi_structured(exported, device="cpu")

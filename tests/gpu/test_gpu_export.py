@@ -20,7 +20,7 @@ from sparsepretrain.export import load_semi_structured
 def test_a_loaded_model_computes_the_same(dtype, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    directory, _ = export(write_run(tmp_path, "gpt2"), form="semi_structured")
+    directory, _ = export(write_run(tmp_path, "gpt2"))
     model = load_semi_structured(directory, dtype=dtype)
     for name in json.loads((directory / "sparsity.json").read_text())["layers"]:
         assert isinstance(model.get_submodule(name).weight, SparseSemiStructuredTensor)

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsepretrain import registry
-from sparsepretrain.errors import ConfigError, SparsePretrainWarning
+from sparsepretrain.errors import ConfigError
 from sparsepretrain.reports import plots
 from sparsepretrain.reports.figures import final_difference, of_runs
 from sparsepretrain.reports.report import report
-from sparsepretrain.reports.runs import differences, labels, load, pair, smooth, uneven_validation
+from sparsepretrain.reports.runs import differences, labels, load, pair, smooth
 
 pytestmark = pytest.mark.usefixtures("quick_files")
 LAYERS = [f"transformer.h.{i}.mlp.{name}" for i in range(2) for name in ("c_fc", "c_proj")]
@@ -378,16 +378,14 @@ def test_a_narrower_dense_model_is_compared_with_the_one_of_the_methods(tmp_path
     assert pair([half], ["half"]).groups() == {}
 
 
-def test_validation_over_different_samples_warns(tmp_path):
+def test_runs_with_other_evaluation_samples_are_not_paired(tmp_path):
     paths = []
     for i, (batches, micro) in enumerate([(4, 16), (8, 8), (None, 8), (2, 16)]):
         options = {"eval": {"batches": batches}, "batch": {"micro": micro, "size": 16}}
-        paths.append(make_run(tmp_path / str(i), **options))
-    runs = [load(path) for path in paths]
-    assert uneven_validation(runs[:2], ["a", "b"]) is None
-    with pytest.warns(SparsePretrainWarning, match="64 samples for .*; the whole split"):
-        written = report(paths, out=tmp_path / "out")
-    assert "Warning: validation differs in eval.batches" in written[-1].read_text()
+        paths.append(make_run(tmp_path / str(i), "ste" if i else "dense", **options))
+    dense, same, *others = [load(path) for path in paths]
+    assert pair([dense, same, *others], list("abcd")).partners == [dense, dense, None, None]
+    assert "Without such a run: ste" in report(paths, out=tmp_path / "out")[-1].read_text()
 
 
 def test_short_records_are_drawn_as_points(tmp_path):

@@ -67,23 +67,21 @@ def test_missing_checkpoints_are_named(tmp_path):
         weights.find(tmp_path)
 
 
-def test_mistyped_run_gets_a_suggestion(tmp_path, monkeypatch):
+def test_mistyped_run_is_refused_without_asking_the_hub(tmp_path, monkeypatch):
     run = tmp_path / "runs/default/1a2b3c4d-s0"
     (run / "checkpoints/step_00000020").mkdir(parents=True)
     monkeypatch.setattr(hub, "_reachable", lambda: pytest.fail("the hub was asked"))
-    for name, near in {
-        "runs/default/1a2b3c4d-s1": "did you mean 'runs/default/1a2b3c4d-s0'?",
-        "runs/defualt/1a2b3c4d-s0": "did you mean 'runs/default/1a2b3c4d-s0'?",
-        "./runs/default/1a2b-s0": "did you mean 'runs/default/1a2b3c4d-s0'?",
-        f"{run}/checkpoints/step_00000002": "step_00000020'?",
-        "runs/x": "choose from default/1a2b3c4d-s0",
+    for name, why in {
+        "runs/default/1a2b3c4d-s1": "there is no directory",
+        "./runs/default/1a2b-s0": "there is no directory",
+        f"{run}/checkpoints/step_00000002": "there is no directory",
+        "runs/x": "there is no directory",
         "runs/default": "has no checkpoints/",
         "other/default/1a2b3c4d-s0": "there is no directory",
     }.items():
         with pytest.raises(CheckpointError) as caught:
             weights.find(name)
-        assert near in str(caught.value) and "hub" not in str(caught.value)
-        assert "no such checkpoint, there is no directory" in str(caught.value) or "/x" not in name
+        assert why in str(caught.value) and "hub" not in str(caught.value)
     monkeypatch.setattr(hub, "_reachable", lambda: False)
     with pytest.raises(CheckpointError, match=r"^gpt2x: .*hub"):
         weights.find("gpt2x")

@@ -1,4 +1,4 @@
-"""Parallel text in two files with corresponding lines, or in a TSV file."""
+"""Parallel text in two files with corresponding lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from sparsepretrain.data.source import SPLITS, Document, Shard, Source, TokenOptions
 from sparsepretrain.data.sources._files import TextFile, refuse_shared, unreadable
-from sparsepretrain.errors import DataError, Problems
+from sparsepretrain.errors import DataError
 from sparsepretrain.registry import register
 
 SHARD_PAIRS = 16384
@@ -21,24 +21,14 @@ SHARD_PAIRS = 16384
 class Options(TokenOptions):
     """Options of ``source: parallel_files``."""
 
-    train: list[str]
-    validation: list[str] | None
-    test: list[str] | None
-    columns: tuple[int, int]
-
-    def problems(self) -> Problems:
-        yield from TokenOptions.problems(self)
-        for split in SPLITS:
-            files = getattr(self, split)
-            if files is not None and len(files) not in (1, 2):
-                yield split, "must be [source file, target file] or [TSV file]"
-        if min(self.columns) < 0 or self.columns[0] == self.columns[1]:
-            yield "columns", f"must be two different columns, from 0, got {list(self.columns)}"
+    train: tuple[str, str]
+    validation: tuple[str, str] | None
+    test: tuple[str, str] | None
 
 
 @register("source", "parallel_files")
 class ParallelFiles(Source):
-    """One pair per line of both files or of the TSV."""
+    """One pair per line of both files."""
 
     Options: ClassVar[type[TokenOptions]] = Options
     kind = "pairs"
@@ -59,7 +49,7 @@ class ParallelFiles(Source):
         shards = []
         for split, paths in self._files():
             number, starts = 0, []
-            for number, offsets, _ in self._pairs(split, paths, 1, (0,) * len(paths)):
+            for number, offsets, _ in self._pairs(split, paths, 1, (0, 0)):
                 if number % SHARD_PAIRS == 1:
                     starts.append((number, offsets))
             if not number:
@@ -93,23 +83,11 @@ class ParallelFiles(Source):
                     longer, shorter = reversed(paths) if lines[0] is None else paths
                     has = f"{shorter} has {number - 1} lines"
                     raise DataError(f"{longer}, line {number} has no counterpart: {has}")
-                if len(paths) == 1:
-                    sides = self._columns(lines[0][1], f"{paths[0]}, line {number}")
-                else:
-                    each = zip(lines, paths, strict=True)
-                    sides = [_sentence(line[1], f"{p}, line {number}", "") for line, p in each]
+                both = zip(lines, paths, strict=True)
+                sides = [_sentence(line, f"{path}, line {number}") for (_, line), path in both]
                 yield number, tuple(line[0] for line in lines), sides
         except OSError as error:
             raise unreadable(str(error.filename), error, f"data.{split}") from error
-
-    def _columns(self, line: str, place: str) -> list[str]:
-        row = line.split("\t")
-        if (last := max(self.options.columns)) >= len(row):
-            raise DataError(
-                f"{place}: no column {last} (columns count from 0, the line has {len(row)}): see "
-                "data.columns"
-            )
-        return [_sentence(row[i], place, f" in column {i}") for i in self.options.columns]
 
 
 def _read(path: str, number: int, offset: int) -> Iterator[tuple[int, str]]:
@@ -124,10 +102,10 @@ def _read(path: str, number: int, offset: int) -> Iterator[tuple[int, str]]:
             offset += len(raw)
 
 
-def _sentence(text: str, place: str, where: str) -> str:
+def _sentence(text: str, place: str) -> str:
     text = text.strip()
     if not text:
-        raise DataError(f"{place}: empty sentence{where}: remove the pair")
+        raise DataError(f"{place}: empty sentence: remove the pair")
     if "\0" in text:
         raise DataError(f"{place}: contains a NUL byte, which ends a sentence")
     return text
