@@ -32,7 +32,6 @@ from sparsepretrain.data.encoding import Codec, open_codec
 from sparsepretrain.data.formats import FORMATS, raw_targets
 from sparsepretrain.data.source import SPLITS, TRAIN, VALIDATION, Shard, Source
 from sparsepretrain.data.tokens import (
-    FORMAT,
     MANIFEST,
     TOKENIZER,
     Damaged,
@@ -138,7 +137,6 @@ def load(options: Any, *, on_progress: OnProgress | None = None) -> TokenData:
 def _locate(options: Any) -> tuple[Source, Path]:
     source: Source = registry.get("source", options.source)(options)
     identity: dict[str, Any] = {
-        "format": FORMAT,
         "options": {k: v for k, v in asdict(options).items() if k not in options.about},
         "state": source.state(),
     }
@@ -332,7 +330,6 @@ def _merge(job: _Job, shards: list[Shard], report: OnProgress) -> Path:
         references[f"{split}.references"] = hashlib.sha256(text).hexdigest()
         write_atomic(final / f"{split}.references", text)
     manifest = {
-        "format": FORMAT,
         "name": job.source.options.name,
         "fingerprint": fingerprint(job.dtype, digests),
         "vocab_size": job.source.vocab_size,

@@ -24,8 +24,6 @@ from sparsepretrain.data.encoding import open_codec
 from sparsepretrain.errors import DataError
 from sparsepretrain.files import read_json, write_atomic
 
-FORMAT = 1
-"""Version of the layout, hashed into directory names: other versions are never opened."""
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 VERIFIED = "verified.json"
@@ -136,8 +134,7 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
     file = directory / MANIFEST
     try:
         manifest = read_json(file)
-        known = fingerprint(manifest["dtype"], manifest["sha256"])
-        whole = (manifest["format"], manifest["fingerprint"]) == (FORMAT, known)
+        whole = manifest["fingerprint"] == fingerprint(manifest["dtype"], manifest["sha256"])
     except (OSError, ValueError, KeyError):
         whole = False
     if not whole:

@@ -18,7 +18,6 @@ from sparsepretrain.models.pretrained import quiet
 from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.sparsity import Method, densify
 from sparsepretrain.sparsity.coverage import Proof, nm_holds
-from sparsepretrain.sparsity.sparsifier import prove
 from sparsepretrain.sparsity.surgery import residual_weight
 from sparsepretrain.tasks import Task
 from sparsepretrain.training import derive
@@ -71,7 +70,7 @@ def convert(source: WeightSource, *, merge: bool = False) -> Converted:
     ``merge`` adds low-rank adapters to the weights, which are dense then.
     """
     task, model, sparsifier = evaluated_model(source)
-    method, proof = sparsifier.method, prove(sparsifier)
+    method, proof = sparsifier.method, sparsifier.prove()
     if proof.violations:
         raise CheckpointError(f"{source.path}: the weights are {proof}; nothing was exported")
     states = {name: layer.sparsity for name, layer in sparsifier.layers.items()}

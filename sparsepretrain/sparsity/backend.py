@@ -19,13 +19,13 @@ from sparsepretrain.kernels.common import Limits, broken
 from sparsepretrain.kernels.cusparselt.packed24 import unsupported
 from sparsepretrain.kernels.fp8 import FP8_MULTIPLE
 from sparsepretrain.kernels.timing import medians
+from sparsepretrain.sparsity.geometry import Linear
 from sparsepretrain.sparsity.products import (
     DENSE,
     MATMUL_OF,
     PACKED,
     Dense,
     Estimate,
-    Linear,
     Matmul,
     Prepared,
     Products,

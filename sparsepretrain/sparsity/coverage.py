@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from sparsepretrain.kernels.cusparselt.packed24 import version
@@ -248,3 +249,28 @@ def nm_holds(weight: Tensor, n: int, m: int, dim: int) -> Tensor:
     zero = weight == 0
     fits: Tensor = ((~zero).unflatten(dim, (-1, m)).sum(dim + 1) <= n).all()
     return fits & ~(zero & weight.signbit()).any()
+
+
+@torch.no_grad()
+def prove(layers: dict[str, SparseLayer], state: ModelState) -> Proof:
+    """Count non-zeros per group of M along in_features in every forward weight."""
+    (n, m), phase = state.method.pattern, state.method.phase
+    why = "" if phase.evaluation else phase.why
+    proof = Proof(pattern=f"{n}:{m}", sparse=False, why_dense=why)
+    found = {}
+    for name, layer in layers.items():
+        weight = layer.sparsity.project(layer.weight).forward
+        if weight is None:
+            continue
+        weight = layer.sparsity.rows.gather(weight)
+        holds = nm_holds(weight, n, m, layer.sparsity.dim)
+        found[name] = torch.stack([holds.long(), (weight == 0).sum()])
+        proof.groups += weight.numel() // m
+        proof.entries += weight.numel()
+    if found:
+        proof.sparse = True
+        proof.multiplied = count_weights(state.root).multiplied
+        rows = dict(zip(found, torch.stack([*found.values()]).tolist(), strict=True))
+        proof.violations = tuple(name for name, (right, _) in rows.items() if not right)
+        proof.zeros = sum(zeros for _, zeros in rows.values())
+    return proof

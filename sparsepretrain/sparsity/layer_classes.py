@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsepretrain.sparsity import attachments
+from sparsepretrain.sparsity.geometry import Convolution, Geometry
 from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.layers import SparseLayer
-from sparsepretrain.sparsity.products import Convolution, Geometry
 
 
 class SparseConvolution(SparseLayer):
@@ -21,7 +21,8 @@ class SparseConvolution(SparseLayer):
         """Return Y = X ∗ A(W) + b for X of shape (N, in_channels, H, W), or without N."""
         return super().forward(x) if x.dim() != 3 else super().forward(x[None])[0]
 
-    def _geometry(self: Any, x: Tensor) -> tuple[Tensor, Geometry]:
+    def geometry(self: Any, x: Tensor) -> tuple[Tensor, Geometry]:
+        """Return X, padded unless the padding is zeros, and the convolution."""
         padding = self.padding
         if self.padding_mode != "zeros":
             x = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode)

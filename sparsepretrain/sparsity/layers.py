@@ -20,13 +20,12 @@ from torch.autograd.function import once_differentiable
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import attachments
 from sparsepretrain.sparsity.clock import Moment
+from sparsepretrain.sparsity.geometry import Geometry, Linear
 from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK, LayerState
 from sparsepretrain.sparsity.method import title
 from sparsepretrain.sparsity.operand_table import DGRAD, WGRAD, G, X
 from sparsepretrain.sparsity.products import (
     Estimate,
-    Geometry,
-    Linear,
     Matmul,
     Operands,
     Prepared,
@@ -190,7 +189,7 @@ class SparseLayer(nn.Module):
         if operands is None:
             y = self.replaces.forward(self, x)
         else:
-            given, geometry = self._geometry(x.to(dtype) if autocast else x)
+            given, geometry = self.geometry(x.to(dtype) if autocast else x)
             products = state.products.now(dtype, training)
             own = state if training else None
             in_fp32 = autocast and products.rounds  # dequantized operands keep fp32
@@ -213,34 +212,7 @@ class SparseLayer(nn.Module):
             weight = weight.t()
         return F.linear(x, weight, self.bias)
 
-    def gradients(
-        self, x: Tensor, grad: Tensor, clock: Moment, *, exact: bool = False
-    ) -> tuple[Tensor, Tensor] | None:
-        """Return dX and dW of training for the output gradient ``grad`` of an input ``x``.
-
-        Args:
-            x, grad: of one dtype, with the shapes of input and output.
-            clock: (completed steps, micro-batch) of the draws.
-            exact: use X and G instead of Xf(X), Xw(X), P(G) and U(G).
-
-        Returns:
-            None if the method uses X and G unchanged.
-        """
-        state = self.sparsity
-        operands = state.cache.operands(self.weight, x.dtype, True)
-        row = state.method.phase.row
-        if operands is None or (row.Xw, row.P, row.U) == (X, G, G):
-            return None
-        given, geometry = self._geometry(x)
-        products, own = state.products.now(x.dtype, True), None if exact else state
-        leaves = given.detach().requires_grad_(), torch.empty_like(self.weight, dtype=x.dtype)
-        leaves[1].requires_grad_()
-        with torch.enable_grad():
-            y = SparseProducts.apply(*leaves, None, operands, own, geometry, products, clock)
-        dx, dw = torch.autograd.grad(y, leaves, grad)
-        return dx, dw
-
-    def _geometry(self, x: Tensor) -> tuple[Tensor, Geometry]:
+    def geometry(self, x: Tensor) -> tuple[Tensor, Geometry]:
         """Return X, padded if the layer pads by itself, and the geometry of the matmuls."""
         return x, Linear(self.in_dim)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -105,28 +104,6 @@ class FineTuning(NamedTuple):
     weights."""
     zero: str | None = None
     """Option that must be 0 in the new run; dots separate nested options."""
-
-    def keeps_function(self, options: Any, theirs: dict[str, Any]) -> bool:
-        """Return True if stored weights compute the same function in a run with other options.
-
-        If not, the new run starts from the weights that the finished run evaluates with.
-
-        Args:
-            options: of the new run.
-            theirs: of the finished run, as plain values.
-        """
-        if self.zero is not None and attrgetter(self.zero)(options) > 0:
-            return False
-        if options.window != Window() or theirs["window"] != {"start": 0.0, "stop": 1.0}:
-            return False
-        missing = object()
-        for key in ("name", "n", "m", "targets", *self.same):
-            value: Any = theirs
-            for part in key.split("."):
-                value = value.get(part, missing) if isinstance(value, dict) else missing
-            if value != attrgetter(key)(options):
-                return False
-        return True
 
 
 class Method:

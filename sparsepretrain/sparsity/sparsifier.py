@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.sparsity import attachments
-from sparsepretrain.sparsity.coverage import Coverage, Proof, count_weights, cover, nm_holds
+from sparsepretrain.sparsity.coverage import Coverage, Proof, cover, prove
 from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK
 from sparsepretrain.sparsity.layers import SparseLayer, refuse_sharded
 from sparsepretrain.sparsity.method import Method, title
@@ -345,6 +345,10 @@ class Sparsifier:
         self._require_sparse()
         return cover(self.layers, self._state)
 
+    def prove(self) -> Proof:
+        """Count the non-zeros of every group of the evaluated weights; collective if sharded."""
+        return prove(self.layers, self._state)
+
     def state_dict(self) -> dict[str, Any]:
         """Return counters and the method's scalars; the model's state dict also has them."""
         options = self.method.options
@@ -389,28 +393,3 @@ class Sparsifier:
                 f"sparse layers were replaced after sparsify: {', '.join(gone)}; "
                 "sparsifier_of(model) returns a handle to the remaining ones"
             )
-
-
-@torch.no_grad()
-def prove(sparsifier: Sparsifier) -> Proof:
-    """Count non-zeros per group of M along in_features in every forward weight."""
-    (n, m), phase = sparsifier.method.pattern, sparsifier.method.phase
-    why = "" if phase.evaluation else phase.why
-    proof = Proof(pattern=f"{n}:{m}", sparse=False, why_dense=why)
-    found = {}
-    for name, layer in sparsifier.layers.items():
-        weight = layer.sparsity.project(layer.weight).forward
-        if weight is None:
-            continue
-        weight = layer.sparsity.rows.gather(weight)
-        holds = nm_holds(weight, n, m, layer.sparsity.dim)
-        found[name] = torch.stack([holds.long(), (weight == 0).sum()])
-        proof.groups += weight.numel() // m
-        proof.entries += weight.numel()
-    if found:
-        proof.sparse = True
-        proof.multiplied = count_weights(sparsifier._state.root).multiplied
-        rows = dict(zip(found, torch.stack([*found.values()]).tolist(), strict=True))
-        proof.violations = tuple(name for name, (right, _) in rows.items() if not right)
-        proof.zeros = sum(zeros for _, zeros in rows.values())
-    return proof

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from sparsepretrain import registry
-from sparsepretrain.config import validate
+from sparsepretrain.config import freeze, validate
 from sparsepretrain.config.groups import ScaledPrecision
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import CheckpointError, ConfigError, reason
@@ -18,6 +19,8 @@ from sparsepretrain.optim import build_optimizer
 from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.sparsity import Method, MethodOptions, Sparsifier, densify, sparsify_with
 from sparsepretrain.sparsity.backend import Backend
+from sparsepretrain.sparsity.method import FineTuning
+from sparsepretrain.sparsity.schedule import Window
 from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import compilation
@@ -246,7 +249,7 @@ def load_initial(
         _tell_new(new, console)
         return {}
     method: type[Method] = registry.get("method", run.sparsity.name)
-    same = method.finetuning.keeps_function(run.sparsity, source.config["sparsity"])
+    same = keeps_function(method.finetuning, run.sparsity, source.config["sparsity"])
     stored = run.init.weights == "master" or (run.init.weights == "auto" and same)
     assert source.checkpoint is not None
     state = (
@@ -260,6 +263,25 @@ def load_initial(
     before = source.config["sparsity"]["name"]
     console.info(f"initial weights: {path} (step {source.step}, {before}), {kind}")
     return state if stored and same else {}
+
+
+def keeps_function(rules: FineTuning, options: MethodOptions, theirs: dict[str, Any]) -> bool:
+    """Return True if stored weights compute the same function in a run with other options.
+
+    If not, the new run starts from the weights that the finished run evaluates with.
+
+    Args:
+        rules: of the new run's method.
+        options: of the new run.
+        theirs: of the finished run, as plain values.
+    """
+    if rules.zero is not None and attrgetter(rules.zero)(options) > 0:
+        return False
+    if options.window != Window() or theirs["window"] != {"start": 0.0, "stop": 1.0}:
+        return False
+    before, missing = freeze.flat(theirs), object()
+    keys = ("name", "n", "m", "targets", *rules.same)
+    return all(before.get(key, missing) == attrgetter(key)(options) for key in keys)
 
 
 def restore_method(sparsifier: Sparsifier, state: State) -> None:

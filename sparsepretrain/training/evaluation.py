@@ -24,7 +24,6 @@ from sparsepretrain.runs import weights
 from sparsepretrain.runs.checkpoint import Checkpoint
 from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.sparsity import densify
-from sparsepretrain.sparsity.sparsifier import prove
 from sparsepretrain.tracking.console import Console, significant
 from sparsepretrain.training import derive, validation
 from sparsepretrain.training.assembly import build_session
@@ -70,7 +69,7 @@ def evaluate_checkpoint(
     if not samples:
         raise DataError(f"the {split} split of {run.data.name} is empty: choose another")
     _load_weights(t, source, averaged, console)
-    proof = prove(t.sparsifier)
+    proof = t.sparsifier.prove()
     if dense:
         densify(t.model)
         t.ema = None  # it would be projected by layers that are gone

@@ -30,29 +30,25 @@ class GPU(NamedTuple):
 
     name: str  # words of the name that torch reports
     tflops: float  # dense fp16 and bf16 with fp32 accumulation; 2:4 matmuls: twice as many
-    bandwidth: float  # of its memory, GB/s
     source: str
 
     def __str__(self) -> str:
-        speed = f"{self.tflops:g} TFLOP/s dense in fp16 and bf16, {self.bandwidth / 1e3:g} TB/s"
-        return f"{self.name}: {speed}"
+        return f"{self.name}: {self.tflops:g} TFLOP/s dense in fp16 and bf16"
 
 
 GPUS = (
     # Data sheets of Hopper, Ada and later print FLOP/s "with sparsity": halved here.
-    GPU("B200", 2250.0, 8000, "NVIDIA Blackwell architecture brief, HGX B200, 4.5 PFLOP/s sparse"),
-    GPU("H200 NVL", 835.5, 4800, "NVIDIA H200 data sheet, NVL, 1,671 TFLOP/s sparse"),
-    GPU("H200", 989.4, 4800, "NVIDIA H200 data sheet, SXM, 1,979 TFLOP/s sparse"),
-    GPU("H100 PCIe", 756.5, 2000, "NVIDIA H100 data sheet, PCIe, 1,513 TFLOP/s sparse"),
-    GPU("H100 NVL", 835.5, 3900, "NVIDIA H100 data sheet, NVL, 1,671 TFLOP/s sparse"),
-    GPU("H100", 989.4, 3350, "NVIDIA H100 data sheet, SXM, 1,979 TFLOP/s sparse"),
-    GPU("A100 80GB PCIe", 312.0, 1935, "NVIDIA A100 data sheet, 80GB PCIe"),
-    GPU("A100 80GB", 312.0, 2039, "NVIDIA A100 data sheet, 80GB SXM"),
-    GPU("A100", 312.0, 1555, "NVIDIA A100 data sheet, 40GB"),
-    GPU("L40S", 362.05, 864, "NVIDIA L40S data sheet, 733 TFLOP/s sparse"),
-    GPU("L4", 121.0, 300, "NVIDIA L4 data sheet, 242 TFLOP/s sparse"),
-    GPU("RTX 4090", 165.2, 1008, "NVIDIA Ada architecture white paper, table of GeForce RTX 4090"),
-    GPU("RTX 3090", 71.0, 936, "NVIDIA GA102 architecture white paper, GeForce RTX 3090"),
+    GPU("B200", 2250.0, "NVIDIA Blackwell architecture brief, HGX B200, 4.5 PFLOP/s sparse"),
+    GPU("H200 NVL", 835.5, "NVIDIA H200 data sheet, NVL, 1,671 TFLOP/s sparse"),
+    GPU("H200", 989.4, "NVIDIA H200 data sheet, SXM, 1,979 TFLOP/s sparse"),
+    GPU("H100 PCIe", 756.5, "NVIDIA H100 data sheet, PCIe, 1,513 TFLOP/s sparse"),
+    GPU("H100 NVL", 835.5, "NVIDIA H100 data sheet, NVL, 1,671 TFLOP/s sparse"),
+    GPU("H100", 989.4, "NVIDIA H100 data sheet, SXM, 1,979 TFLOP/s sparse"),
+    GPU("A100", 312.0, "NVIDIA A100 data sheet"),
+    GPU("L40S", 362.05, "NVIDIA L40S data sheet, 733 TFLOP/s sparse"),
+    GPU("L4", 121.0, "NVIDIA L4 data sheet, 242 TFLOP/s sparse"),
+    GPU("RTX 4090", 165.2, "NVIDIA Ada architecture white paper, table of GeForce RTX 4090"),
+    GPU("RTX 3090", 71.0, "NVIDIA GA102 architecture white paper, GeForce RTX 3090"),
 )
 """More special names first."""
 

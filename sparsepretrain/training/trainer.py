@@ -22,7 +22,6 @@ from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.record import Record
 from sparsepretrain.runs.writer import Writer
 from sparsepretrain.sparsity.coverage import Proof
-from sparsepretrain.sparsity.sparsifier import prove
 from sparsepretrain.tracking.console import Console, significant
 from sparsepretrain.tracking.stream import Stream
 from sparsepretrain.tracking.wandb import check_login
@@ -177,7 +176,7 @@ def _run(t: Session, directory: RunDirectory, console: Console, *, resumed: bool
         t.world.together(writer.join)
         exit_code = code or 0
         if code is None:
-            proof = prove(t.sparsifier)
+            proof = t.sparsifier.prove()
             summary = {"proof": str(proof)}
             t.world.first(lambda: _summarize(t, directory, proof, console))
         else:

@@ -25,7 +25,6 @@ from transformers.pytorch_utils import Conv1D
 import sparsepretrain as sp
 from sparsepretrain.optim import StepAdamW
 from sparsepretrain.sparsity.sharding import part_of, plain, whole
-from sparsepretrain.sparsity.sparsifier import prove
 
 STEPS, SAMPLES, WIDTH = 8, 2, 16
 
@@ -211,7 +210,7 @@ def train(
         "metrics": numbers,
         "misaligned": misaligned(model, sparsifier, state, name, kind, inner) if shards else 0,
         "masks": {k: v.tolist() for k, v in sparsifier.masks().items()},
-        "proof": str(prove(sparsifier)),
+        "proof": str(sparsifier.prove()),
         "state": state,
         "stored": sum(plain(p).numel() for p in model.parameters()),
     }

@@ -13,12 +13,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparsepretrain import kernels
+from sparsepretrain.sparsity.geometry import Linear
 from sparsepretrain.sparsity.products import (
     DENSE,
     MATMUL_OF,
     PACKED,
     Estimate,
-    Linear,
     Matmul,
     fp8_products,
 )

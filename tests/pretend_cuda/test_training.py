@@ -13,7 +13,6 @@ from sparsepretrain.runs.writer import Writer
 from sparsepretrain.sparsity import backend, coverage
 from sparsepretrain.sparsity.methods.bimask import BiMask
 from sparsepretrain.sparsity.products import FP8
-from sparsepretrain.sparsity.sparsifier import prove
 from sparsepretrain.training import loop, session_state, validation
 
 METHODS = sorted(registry.names("method"))
@@ -96,7 +95,7 @@ def three_steps(tiny, words, *, watched=False):
         # of the averaged weights too
         assert sum(RECORD.waits.values()) <= 1 + (session.ema is not None), RECORD.waits
     RECORD.clear()
-    proof = str(prove(sparsifier)) if session.sparsifier.sparse else ""
+    proof = str(sparsifier.prove()) if session.sparsifier.sparse else ""
     assert not watched or sum(RECORD.waits.values()) <= 1, RECORD.waits
     state = host(session_state.state_dict(session))
     dense = host(densify(session.model).state_dict())

@@ -15,7 +15,6 @@ from torch.func import functional_call
 import sparsepretrain as sp
 from sparsepretrain import kernels, registry
 from sparsepretrain.sparsity.layer_classes import sparse_class
-from sparsepretrain.sparsity.sparsifier import prove
 
 IDS = ids(CONVOLVED)
 GEOMETRIES = {
@@ -160,10 +159,10 @@ def test_coverage_and_proof(monkeypatch):
     assert coverage.sparse_parameters == 16 * 4 * 15 + 64 and coverage.dense_linears == ["0"]
     table = str(coverage)
     assert "16 × 4 × 3 × 5" in table and "4 × 16 × 1 × 1" in table
-    proof = prove(sparsifier)
+    proof = sparsifier.prove()
     assert proof.holds and proof.groups == (16 * 4 * 15 + 64) // 4
     # what the proof would find if the projection were wrong
     wrong = sparsifier.layers["1"].sparsity.project(model[1].weight)
     wrong.forward[0, :, 0, 0] = 1.0
     monkeypatch.setattr(sparsifier.layers["1"].sparsity, "project", lambda weight: wrong)
-    assert prove(sparsifier).violations == ("1",)
+    assert sparsifier.prove().violations == ("1",)

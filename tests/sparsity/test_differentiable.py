@@ -17,7 +17,6 @@ import sparsepretrain as sp
 from sparsepretrain import registry
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import nm_mask
-from sparsepretrain.sparsity.sparsifier import prove
 
 EXAMPLE = Path(__file__).parents[2] / "docs/examples/row_scales.py"
 
@@ -126,7 +125,7 @@ def test_ddp_of_one_rank_trains_scales_like_a_plain_loop(group, stored):
             model.eval()(draw(2, 16, dtype=torch.float32))  # keeps operands for evaluation only
             model.train()
         assert not torch.equal(model.fc1.sparsity.scale, before)
-        assert prove(handle).holds
+        assert handle.prove().holds
         results.append(copy.deepcopy(model.state_dict()))
     assert_equal_bits(*results)
 

@@ -12,7 +12,7 @@ import torch
 from sparsepretrain import cli, errors
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.training import hardware, world
-from sparsepretrain.training.hardware import environment, known_gpu, peak_flops
+from sparsepretrain.training.hardware import environment, peak_flops
 
 NAMES = {
     "NVIDIA B200": 2250.0, "NVIDIA H200": 989.4, "NVIDIA H200 NVL": 835.5,
@@ -39,14 +39,6 @@ def test_peak_flops_by_device_name(monkeypatch, name):
     for precision in ("fp32", "fp8_sim"):
         assert peak_flops(torch.device("cuda"), precision) is None
     assert peak_flops(torch.device("cpu"), "bf16") is None
-
-
-@pytest.mark.parametrize(
-    ("name", "bandwidth"),
-    [("A100-SXM4-80GB", 2039), ("A100 80GB PCIe", 1935), ("A100-PCIE-40GB", 1555)],
-)
-def test_variants_of_a_gpu_have_their_own_bandwidth(name, bandwidth):
-    assert known_gpu(f"NVIDIA {name}").bandwidth == bandwidth
 
 
 def test_environment_is_json():

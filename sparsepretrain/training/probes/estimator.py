@@ -13,6 +13,8 @@ from sparsepretrain.training.observer import Probe, ProbeOptions
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from sparsepretrain.sparsity.clock import Moment
+    from sparsepretrain.sparsity.layers import SparseLayer
     from sparsepretrain.training.session import Session
     from sparsepretrain.training.step import Step
 
@@ -73,12 +75,11 @@ class Estimator(Probe):
         x, grad = (value.to(wide) for value in self._seen)
         self._seen = None
         layer = session.sparsifier.layers[self._name]
-        exact = layer.gradients(x, grad, (session.step, 0), exact=True)
+        exact = gradients(layer, x, grad, (session.step, 0), exact=True)
         if exact is None:
             return
         estimates = [
-            layer.gradients(x, grad, (session.step, draw), exact=False)
-            for draw in range(self.options.draws)
+            gradients(layer, x, grad, (session.step, draw)) for draw in range(self.options.draws)
         ]
         row = session.sparsifier.method.phase.row
         pruned = {"dgrad": row.P != G, "wgrad": (row.Xw, row.U) != (X, G)}
@@ -91,6 +92,39 @@ class Estimator(Probe):
         """Report it with the step."""
         if self._line:
             self.write(session, {"layer": self._name, **self._line})
+
+
+def gradients(
+    layer: SparseLayer, x: Tensor, grad: Tensor, clock: Moment, *, exact: bool = False
+) -> tuple[Tensor, Tensor] | None:
+    """Return dX and dW of training for the output gradient ``grad`` of an input ``x``.
+
+    Args:
+        layer: sparse layer in training mode.
+        x, grad: of one dtype, with the shapes of input and output.
+        clock: (completed steps, micro-batch) of the draws.
+        exact: use X and G instead of Xf(X), Xw(X), P(G) and U(G).
+
+    Returns:
+        None if the method uses X and G unchanged.
+    """
+    import torch
+
+    from sparsepretrain.sparsity.layers import SparseProducts
+
+    state = layer.sparsity
+    operands = state.cache.operands(layer.weight, x.dtype, True)
+    row = state.method.phase.row
+    if operands is None or (row.Xw, row.P, row.U) == (X, G, G):
+        return None
+    given, geometry = layer.geometry(x)
+    products, own = state.products.now(x.dtype, True), None if exact else state
+    leaves = given.detach().requires_grad_(), torch.empty_like(layer.weight, dtype=x.dtype)
+    leaves[1].requires_grad_()
+    with torch.enable_grad():
+        y = SparseProducts.apply(*leaves, None, operands, own, geometry, products, clock)
+    dx, dw = torch.autograd.grad(y, leaves, grad)
+    return dx, dw
 
 
 def health(product: str, exact: Tensor, drawn: Tensor) -> dict[str, float]:
