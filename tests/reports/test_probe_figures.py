@@ -41,7 +41,7 @@ def make_probed(path: Path, noise: float, **config) -> Path:
 def test_one_run_has_a_picture_of_every_probe(tmp_path):
     run = make_probed(tmp_path / "run", 0.0)
     written = {file.name for file in report([run])}
-    names = {"figure1", "figure2", "scale", "lifetime", "estimator"}
+    names = {"figure1", "figure2", "figure4", "lifetime", "estimator"}
     assert {f"probe_{name}.png" for name in names} <= written
     page = (run / "report.md").read_text()
     assert "| nano, sste, seed 0 | 1 | 10 | 1.000 | 0.0 % | 0.50 | 0.00 |" in page
