@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
 import json
@@ -29,10 +30,10 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from sparsepretrain import registry
+from sparsepretrain.config import tables
 from sparsepretrain.config.cells import seeds_text
 from sparsepretrain.config.compose import compose
 from sparsepretrain.config.places import shipped
-from sparsepretrain.config.tables import load_table
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.reports.claims import Difference, Verdict
 from sparsepretrain.reports.ran import what_ran
@@ -52,6 +53,8 @@ OPERAND_NAMES = {"X": "input", "G": "output gradient"}
 """Letter of an operand that is not a weight -> its name in the table of methods."""
 
 VERDICTS = typing.get_args(Verdict)
+
+load_table, recorded = functools.cache(tables.load_table), functools.cache(read_record)
 
 BLOCK = re.compile(
     r"(?P<start><!-- generated: (?P<table>\w+)(?: (?P<argument>[^\n>]+?))? -->\n)"
@@ -373,7 +376,7 @@ def compared(name: str, path: Path) -> str:
 def records() -> dict[str, TableResults]:
     """Return name -> committed results of each table."""
     files = sorted(RECORDS.glob("*.json.gz"))
-    return {file.name.partition(".")[0]: read_record(file) for file in files}
+    return {file.name.partition(".")[0]: recorded(file) for file in files}
 
 
 def page(name: str, path: Path) -> str:

@@ -18,6 +18,7 @@ from sparsepretrain.registry import suggestion
 
 T = TypeVar("T")
 _MISSING = object()
+_type_hints = functools.cache(typing.get_type_hints)
 
 
 def build(cls: type[T], data: dict[str, Any], path: str = "") -> T:
@@ -45,7 +46,7 @@ def walk(cls: type, data: Any, path: str, errors: list[str]) -> Any:
     if not isinstance(data, dict):
         errors.append(f"{path or 'config'} must be a mapping of keys, got {_show(data)}")
         return None
-    hints = typing.get_type_hints(cls)
+    hints = _type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for key in data:
         if key not in fields:

@@ -71,7 +71,8 @@ def expected(run: Path) -> tuple[float, float]:
     return tuple(np.mean(hits, axis=0))
 
 
-@pytest.mark.parametrize("method", [pytest.param("sste", marks=pytest.mark.slow), "slope"])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["sste", "slope"])
 def test_a_stage_measures_what_the_method_evaluates(method, tasks, tmp_path):
     slope = ("sparsity.adapters.rank=2", "sparsity.adapters.start=0.5") * (method == "slope")
     directory = RunDirectory(write_run(tmp_path, "gpt2", f"sparsity={method}", *slope))
