@@ -57,7 +57,8 @@ def _curves(
 ) -> Figure | None:
     """Draw (key, split, label) curves over steps; None without a drawable value.
 
-    Training curves are drawn as logged and, with enough points, as running means.
+    Training curves are drawn as logged and, with enough points, as running means; the learning
+    rate has no noise, and a running mean would lag.
     """
     figure, (axes,) = new_figure((8.5, 4.8))
     axes.set_title(title(run), loc="left", fontsize=10)
@@ -69,7 +70,7 @@ def _curves(
         steps, values = run.series(key, split)
         if not drawable(values, log=log):
             continue
-        mean, width = smooth(values) if split is None else (values, 1)
+        mean, width = smooth(values) if split is None and key != "lr" else (values, 1)
         mean, color = visible(mean, log), COLORS[index]
         smoothed = "as logged"
         if width > 1:
