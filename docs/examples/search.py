@@ -1,6 +1,7 @@
 """Search for settings with Optuna: `pip install optuna`, then `python search.py [KEY=VALUE …]`.
 
-The same command goes on where the last one stopped; each trial is a run per seed in runs/search.
+Each trial is a run per seed in runs/search. Repeat the command to add 20 trials; a trial that was
+interrupted is not continued. Choose another study_name for other settings.
 """
 
 import math

@@ -42,7 +42,7 @@ def machine() -> list[tuple[str, str]]:
         sheet = known_gpu(properties.name)
         about = f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
         about += f"{properties.total_memory / 2**30:.0f} GiB; "
-        about += f"data sheet of {sheet}" if sheet else "no data sheet is known"
+        about += f"{sheet.tflops:g} dense fp16 TFLOP/s" if sheet else "no data sheet is known"
         rows.append((f"cuda:{index}", about))
     if not torch.cuda.device_count():
         why = unusable_gpu()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparsepretrain.config.freeze import flat
+from sparsepretrain.config.freeze import flat, from_yaml
 from sparsepretrain.config.places import catalog, check_yaml, search_path, yaml_files
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError, one_line
@@ -218,8 +218,9 @@ def _composing(parsed: Overrides) -> Iterator[str]:
             "a defaults list includes itself, or a key is nested too deeply"
         ) from error
     except (HydraException, OSError, ValueError) as error:
-        chosen = [f"{group}={option}: " for group, option in parsed.choices.items()]
-        raise ConfigError(f"{''.join(chosen)}{one_line(error)}") from error
+        for group, option in parsed.choices.items():
+            from_yaml(parsed.options[group][option] / group / f"{option}.yaml")  # names the file
+        raise ConfigError(one_line(error)) from error
 
 
 def _resolved(composed: DictConfig, values: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -42,6 +42,9 @@ from sparsepretrain.data.tokens import (
 from sparsepretrain.errors import DataError, SparsePretrainWarning
 from sparsepretrain.files import cache_directory, sync, write_atomic
 
+VERSION = 2
+"""Version of layout and contents, hashed into directory names: others are never opened."""
+
 TRAINING_TEXT = 256 << 20
 """Maximum bytes of training text for a tokenizer; more hardly changes the result."""
 
@@ -137,6 +140,7 @@ def load(options: Any, *, on_progress: OnProgress | None = None) -> TokenData:
 def _locate(options: Any) -> tuple[Source, Path]:
     source: Source = registry.get("source", options.source)(options)
     identity: dict[str, Any] = {
+        "version": VERSION,
         "options": {k: v for k, v in asdict(options).items() if k not in options.about},
         "state": source.state(),
     }

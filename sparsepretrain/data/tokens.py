@@ -2,9 +2,9 @@
 
 A prepared directory holds ``train.bin`` and ``validation.bin`` (raw little-endian integers),
 ``tokenizer.json`` unless tokens are bytes, ``manifest.json``, and the raw targets of held-out
-pairs. It appears by one rename, so a directory with a manifest is complete. Checksums
-are compared before it is opened, unless size, modification time and inode of every file equal those
-in ``verified.json``, written after the last successful check.
+pairs. It appears by one rename, so a directory with a manifest is complete. Checksums are compared
+before it is opened, unless size, modification time and inode of every file equal those in
+``verified.json``, written after the last successful check.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import Any
 
 from sparsepretrain.errors import ConfigError, DataError
 from sparsepretrain.export.convert import ADAPTERS, TOLERANCE, WEIGHTS, Converted
+from sparsepretrain.export.semi_structured import misfit
 from sparsepretrain.sparsity.method import title
 from sparsepretrain.sparsity.operand_table import COLUMNS
 
@@ -41,7 +42,8 @@ def write(converted: Converted, about: dict[str, Any], directory: Path) -> None:
     lines += ["---", "", f"# {config['name']}, {title(method)}", ""]
     lines += [*_weights(converted, about), ""]
     lines += ["## Use", "", "```python", *_use(converted, auto), "```", ""]
-    if about["pattern"] == "2:4" and not converted.is_timm and not converted.adapters:
+    library_has = about["pattern"] == "2:4" and not converted.is_timm and not converted.adapters
+    if library_has and not misfit(converted.model, converted.layers):
         lines += ["On a GPU, with the products of the sparse layers sparse:", "", "```python"]
         lines += ["from sparsepretrain.export import load_semi_structured", ""]
         lines += ['model = load_semi_structured("DIR", device="cuda")', "```", ""]

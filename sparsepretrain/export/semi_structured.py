@@ -34,7 +34,7 @@ def load_semi_structured(
 
     Raises:
         ConfigError: unsupported device, pattern, dtype or size of a layer.
-        CheckpointError: ``directory`` is not an export.
+        CheckpointError: ``directory`` is not an export of a transformers model.
     """
     import transformers
 
@@ -45,9 +45,9 @@ def load_semi_structured(
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{directory} is not an export of a transformers model") from error
     if about["pattern"] != "2:4" or about["adapters"]:
-        found = "2:4 and adapters" if about["adapters"] else about["pattern"] or "dense"
         raise ConfigError(
-            f"semi-structured tensors are 2:4, the weights in {directory} are {found}"
+            f"semi-structured tensors are 2:4, those in {directory} are {about['weights']}: load "
+            "it with transformers"
         )
     if dtype not in TYPES:
         raise ConfigError(f"semi-structured matmuls exist for fp16 and bf16, not for {dtype}")
@@ -59,8 +59,19 @@ def load_semi_structured(
             "{}.{}".format(*capability)
         )
     model: Any = getattr(transformers, name).from_pretrained(directory, dtype=dtype)
+    if why := misfit(model, about["layers"]):
+        raise ConfigError(f"semi-structured tensors: {why}: load {directory} with transformers")
     compress(model.to(device).eval(), about["layers"])
     return model
+
+
+def misfit(model: nn.Module, layers: list[str]) -> str:
+    """Return the first layer that no semi-structured tensor can hold, in words; "": all fit."""
+    for name in layers:
+        rows, columns = _as_linear(model.get_submodule(name)).weight.shape
+        if rows % ROWS or columns % COLUMNS:
+            return f"{name} is {rows} × {columns}, not multiples of {ROWS} × {COLUMNS}"
+    return ""
 
 
 def compress(model: nn.Module, layers: list[str]) -> None:
@@ -70,12 +81,6 @@ def compress(model: nn.Module, layers: list[str]) -> None:
     for name in layers:
         parent, _, child = name.rpartition(".")
         linear = _as_linear(model.get_submodule(name))
-        rows, columns = linear.weight.shape
-        if rows % ROWS or columns % COLUMNS:
-            raise ConfigError(
-                f"layer {name} is {rows} × {columns}, but semi-structured tensors need multiples "
-                f"of {ROWS} × {COLUMNS}: leave it out of sparsity.targets"
-            )
         packed = to_sparse_semi_structured(linear.weight.detach())
         linear.weight = nn.Parameter(packed, requires_grad=False)
         setattr(model.get_submodule(parent), child, linear)

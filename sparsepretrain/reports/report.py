@@ -49,6 +49,9 @@ ABOUT_MU = (
     "the end of warm-up lies in [0.60, 0.95]; μ falls as λ grows."
 )
 
+SHARED = "seed, data, task, `batch.size` and evaluation samples (`eval.batches` × `batch.micro`)"
+"""Settings of paired runs."""
+
 LONGEST = 40
 """Characters of labels that may become a directory name."""
 
@@ -57,7 +60,7 @@ def report(runs: Sequence[Path], out: Path | None = None, *, page: bool = False)
     """Draw and describe runs.
 
     One run: ``plots/*.png`` and ``report.md`` in its directory. Several: ``difference.png`` (to the
-    dense run of the same seed and data, flip rates below), ``final.png`` (at the end),
+    dense run of the same seed and samples, flip rates below), ``final.png`` (at the end),
     ``overlay.png`` (the curves) and ``report.md`` in ``reports/<labels>``. ``out`` replaces these
     directories; ``page`` adds ``report.html``, text and figures in one file below 1 MB. The
     pictures are returned first.
@@ -189,10 +192,10 @@ def _descent(groups: probes.Groups) -> list[str]:
 
 def _about(paired: Paired) -> str:
     if not paired.groups():
-        return "No two runs share seed, data, batch size and evaluation: no differences are shown."
+        return f"No two runs share {SHARED}: no differences are shown."
     text = (
-        f"Differences are to {paired.reference} with the same seed, data, batch size and "
-        "evaluation samples, step by step; bands and bars are 95 % intervals over seeds."
+        f"Differences are to {paired.reference} with equal {SHARED}, step by step; bands and bars "
+        "are 95 % intervals over seeds."
     )
     both = zip(paired.names, paired.partners, strict=True)
     if alone := dict.fromkeys(name for name, partner in both if partner is None):

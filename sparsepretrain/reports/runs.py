@@ -275,7 +275,7 @@ class Paired:
     """Names of the runs without their seeds."""
     runs: Sequence[RunData]
     partners: list[RunData | None]
-    """Reference run with the same seed and data, or None."""
+    """Reference run, see :func:`pair`, or None."""
 
     def seeds(self) -> dict[str, list[RunData]]:
         """Return name -> runs."""
@@ -294,21 +294,20 @@ class Paired:
 
 
 def pair(runs: Sequence[RunData], labels: Sequence[str]) -> Paired:
-    """Pair each run with the dense run of equal seed, data, task, batch size and evaluation.
+    """Pair each run with the dense run of the same settings, see ``report.SHARED``.
 
-    These settings decide the samples. Without a dense run the first name is the reference; of
-    several dense runs the one with the same model is taken.
+    Without a dense run the first name is the reference; of several dense runs the one with the same
+    model is taken.
     """
     names = [re.sub(r" ?\bseed=\S+", "", label).strip() or label for label in labels]
     dense = [i for i, run in enumerate(runs) if run.option("sparsity") == "dense"]
     candidates = dense or [i for i, name in enumerate(names) if name == names[0]]
     models = [run.config.get("model") for run in runs]
-    settings = []
-    for run in runs:
-        samples = run.option("eval", "batches") and run.option("batch", "micro", 1)
-        evaluated = samples and samples * run.option("eval", "batches")
-        decide = [*map(run.config.get, ("seed", "data", "task")), run.option("batch", "size")]
-        settings.append([*decide, evaluated])
+    hashes = [run.environment.get("hashes") or {} for run in runs]
+    settings = [
+        [*map(run.config.get, ("seed", "data", "task")), run.option("batch", "size"), own]
+        for run, own in zip(runs, (found.get("evaluation") for found in hashes), strict=True)
+    ]
     # a narrower dense model is compared with the dense model of the methods' size
     main = names[max(candidates, key=lambda i: models.count(models[i]))]
     partners: list[RunData | None] = []

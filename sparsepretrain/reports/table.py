@@ -140,10 +140,10 @@ def _measured(page: Page, results: TableResults, table: Table, mark: str) -> Non
     if power:
         page.lines += [f"{mark} Detectable differences", "", *power, ""]
     page.lines += [f"{mark} Pairing", "", *_pairing(results), ""]
-    if table.settings and results.scale == "paper":
-        page.lines += [f"{mark} Settings of the paper", "", *_settings(table), ""]
-    elif table.settings:
-        page.lines += [f"{mark} Reasons for the settings", "", *_reasons(table), ""]
+    if table.settings:
+        at_paper = results.scale == "paper"
+        title = "Settings of the paper" if at_paper else "Reasons for the settings"
+        page.lines += [f"{mark} {title}", "", *_settings(table, values=at_paper), ""]
     page.lines += [f"{mark} Runs", "", *_runs(results), ""]
 
 
@@ -440,18 +440,11 @@ def _pairing(results: TableResults) -> list[str]:
     return lines or ["Nothing was run."]
 
 
-def _settings(table: Table) -> list[str]:
-    rows = [
-        (f"`{key}`", str(s.value), s.source.replace("_", " "), s.where)
-        for key, s in table.settings.items()
-    ]
-    return markdown_table(("setting", "value", "source", "where"), rows)
-
-
-def _reasons(table: Table) -> list[str]:
-    """Return the reason for each setting; the values are in the configurations of the runs."""
+def _settings(table: Table, *, values: bool) -> list[str]:
+    """Return the reason for each setting; runs at another scale may have other values."""
     return [
-        f"- `{key}`: {s.where}{'; ' * bool(s.where)}{s.source.replace('_', ' ')}."
+        f"- `{key}`{f' {s.value}' * values}: {s.where}{'; ' * bool(s.where)}"
+        f"{s.source.replace('_', ' ')}."
         for key, s in table.settings.items()
     ]
 

@@ -70,7 +70,7 @@ def find(path: str | Path, warn: Callable[[str], None] = lambda line: None) -> W
         name = str(path)
         local = name.startswith((".", "/", "~")) or name.count("/") > 1 or name[:5] == "runs/"
         if local or ("/" in name and directory.parent.is_dir()):
-            raise CheckpointError(f"{name}: no such checkpoint, there is no directory")
+            raise CheckpointError(f"{name}: there is no such directory")
         _require_on_hub(name)
         return WeightSource(name)
     return WeightSource(found.path, found, found.config())

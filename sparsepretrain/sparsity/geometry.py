@@ -1,4 +1,4 @@
-"""Shapes of the three matmuls of a linear layer and of a convolution."""
+"""The three dense matmuls of a linear layer and of a convolution."""
 
 from __future__ import annotations
 

@@ -139,8 +139,8 @@ class Sparsifier:
         The order is ``sparsify``, ``prepare_sharding``, ``fully_shard`` of the blocks and then of
         the model, the optimizer, :meth:`attach`. Sparse weights are replaced by new Parameters with
         the same values. From :meth:`attach` on, each rank projects its rows once per step: call
-        :meth:`refresh` after editing weights by hand. :meth:`metrics`, :meth:`masks`, ``prove`` and
-        evaluation are then collective.
+        :meth:`refresh` after editing weights by hand. :meth:`metrics`, :meth:`masks`,
+        :meth:`prove` and evaluation are then collective.
 
         Raises:
             ConfigError: already prepared, attached or sharded; fp8 or sparse matmuls.

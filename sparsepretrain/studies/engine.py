@@ -152,7 +152,7 @@ class Study(contextlib.AbstractContextManager["Study"]):
     """Runs cells in child processes and shows them in one table.
 
     Finished cells are skipped, partial ones continue, and a failed one stays as a row with its
-    error while the others go on. Further calls of :meth:`run` add cells.
+    error while the others go on.
 
     ``jobs`` cells at a time divide the threads of the CPU. Of ``devices``, entries of
     ``CUDA_VISIBLE_DEVICES``, each child sees the least used, one per rank; cells share a device
@@ -172,14 +172,13 @@ class Study(contextlib.AbstractContextManager["Study"]):
         self._console.stop()
 
     def run(self, cells: Sequence[StudyCell]) -> None:
-        """Add ``cells`` to the table and run their remaining work.
+        """Run the remaining work of ``cells`` and show them in a table.
 
         Raises:
             Stopped: after SIGINT or SIGTERM, when every run has saved a checkpoint.
             KeyboardInterrupt: after a second SIGINT, when the children ended or were killed.
         """
-        self.cells += cells
-        waiting, stopping = list(cells), False
+        self.cells, waiting, stopping = [*cells], list(cells), False
         with StopSignals() as signals:
             try:
                 while self._children or (waiting and not stopping):

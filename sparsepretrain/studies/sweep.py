@@ -67,7 +67,7 @@ def read_axes(overrides: Sequence[str], config_dirs: Sequence[Path]) -> Axes:
             low, high = map(int, ends.groups())
             values = [*map(str, range(low, min(high, low + MOST_RUNS) + 1))]
             if not values:
-                errors.append(f"{word}: the end of a range must be above its start")
+                errors.append(f"{word}: the end of a range must not be below its start")
         elif parsed.is_interval_sweep():
             errors.append(f"{word}: expected values, such as {key}=a,b,c")
         elif not parsed.is_sweep_override():

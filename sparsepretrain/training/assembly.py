@@ -266,20 +266,15 @@ def load_initial(
 
 
 def keeps_function(rules: FineTuning, options: MethodOptions, theirs: dict[str, Any]) -> bool:
-    """Return True if stored weights compute the same function in a run with other options.
+    """Return True if weights of a run with the options ``theirs`` compute the same function.
 
     If not, the new run starts from the weights that the finished run evaluates with.
-
-    Args:
-        rules: of the new run's method.
-        options: of the new run.
-        theirs: of the finished run, as plain values.
     """
     if rules.zero is not None and attrgetter(rules.zero)(options) > 0:
         return False
     if options.window != Window() or theirs["window"] != {"start": 0.0, "stop": 1.0}:
         return False
-    before, missing = freeze.flat(theirs), object()
+    before, missing = {**freeze.flat(theirs), **theirs}, object()
     keys = ("name", "n", "m", "targets", *rules.same)
     return all(before.get(key, missing) == attrgetter(key)(options) for key in keys)
 

@@ -26,14 +26,11 @@ PACKAGES = (
 
 
 class GPU(NamedTuple):
-    """Peak rates of a data sheet."""
+    """Peak rate of a data sheet."""
 
     name: str  # words of the name that torch reports
     tflops: float  # dense fp16 and bf16 with fp32 accumulation; 2:4 matmuls: twice as many
     source: str
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.tflops:g} TFLOP/s dense in fp16 and bf16"
 
 
 GPUS = (
@@ -71,7 +68,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def known_gpu(name: str) -> GPU | None:
-    """Return the data sheet of a GPU, by the name torch or a person uses; None: unknown."""
+    """Return the data sheet of a GPU by the name that torch reports; None: unknown."""
     return next((gpu for gpu in GPUS if _is(gpu.name, name)), None)
 
 

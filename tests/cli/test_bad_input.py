@@ -185,7 +185,7 @@ def user_files() -> list[tuple[list[str], list[str]]]:
     here = ["--config-dir", "DIR"]
     expected = {
         "syntax": ["syntax.yaml\", line 3"], "duplicate": ["duplicate.yaml\", line 3"],
-        "tab": ["tab.yaml\", line 3"], "number": ["experiment=number"],
+        "tab": ["tab.yaml\", line 3"], "number": ["number.yaml"],
         "package": ["# @package _global_"], "key": ["'stesp' (did you mean 'steps'?)"],
         "type": ["steps must be an integer"],
         "option": ["sparsity/sstee.yaml", "did you mean 'sste'"], "group": ["sparsty"],

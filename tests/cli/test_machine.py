@@ -24,7 +24,7 @@ def test_devices_have_a_data_sheet(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
     monkeypatch.setattr(_machine, "present_device", lambda: torch.device("cpu"))  # no driver to ask
     rows = dict(_machine.machine())
-    assert rows["cuda:0"].startswith("NVIDIA H200, compute capability 9.0, 141 GiB; data sheet of")
+    assert rows["cuda:0"].startswith("NVIDIA H200, compute capability 9.0, 141 GiB; 989.4 dense")
 
 
 def test_doctor_on_a_machine_without_a_gpu(monkeypatch, tmp_path, capsys):

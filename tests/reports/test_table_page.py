@@ -146,7 +146,7 @@ def test_published_numbers_and_settings_belong_to_the_scale_of_the_paper(results
     assert "| S-STE is below STE (§3) | **held** |" in page
     published = ("| dense | 26.42 ⚠ (measured ", "⚠ secondary", "An empty cell")
     assert all(words in page for words in published)
-    assert "| `steps` | 40 | our choice | quick |" in page
+    assert "- `steps` 40: quick; our choice." in page
     nano = render(results, {"three": table}).markdown
     assert "26.42" not in nano and "published |" not in nano
 

@@ -57,7 +57,7 @@ def test_damaged_checkpoint_is_skipped_with_a_warning(run, tmp_path):
 
 
 def test_missing_checkpoints_are_named(tmp_path):
-    cases = [(tmp_path / "absent", "no such checkpoint"), (tmp_path, "neither a run directory nor")]
+    cases = [(tmp_path / "absent", "no such directory"), (tmp_path, "neither a run directory nor")]
     for path, message in cases:
         with pytest.raises(CheckpointError, match=message) as caught:
             weights.find(path)
@@ -72,12 +72,12 @@ def test_mistyped_run_is_refused_without_asking_the_hub(tmp_path, monkeypatch):
     (run / "checkpoints/step_00000020").mkdir(parents=True)
     monkeypatch.setattr(hub, "_reachable", lambda: pytest.fail("the hub was asked"))
     for name, why in {
-        "runs/default/1a2b3c4d-s1": "there is no directory",
-        "./runs/default/1a2b-s0": "there is no directory",
-        f"{run}/checkpoints/step_00000002": "there is no directory",
-        "runs/x": "there is no directory",
+        "runs/default/1a2b3c4d-s1": "there is no such directory",
+        "./runs/default/1a2b-s0": "there is no such directory",
+        f"{run}/checkpoints/step_00000002": "there is no such directory",
+        "runs/x": "there is no such directory",
         "runs/default": "has no checkpoints/",
-        "other/default/1a2b3c4d-s0": "there is no directory",
+        "other/default/1a2b3c4d-s0": "there is no such directory",
     }.items():
         with pytest.raises(CheckpointError) as caught:
             weights.find(name)

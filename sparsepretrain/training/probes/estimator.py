@@ -99,14 +99,7 @@ def gradients(
 ) -> tuple[Tensor, Tensor] | None:
     """Return dX and dW of training for the output gradient ``grad`` of an input ``x``.
 
-    Args:
-        layer: sparse layer in training mode.
-        x, grad: of one dtype, with the shapes of input and output.
-        clock: (completed steps, micro-batch) of the draws.
-        exact: use X and G instead of Xf(X), Xw(X), P(G) and U(G).
-
-    Returns:
-        None if the method uses X and G unchanged.
+    ``exact``: with X and G as they are. None if the method uses them unchanged.
     """
     import torch
 
