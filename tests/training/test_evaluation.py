@@ -210,7 +210,7 @@ def test_changed_data_or_tokenizer_is_reported(tiny, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("code", "words", "arguments"),
     [
-        (4, "no such checkpoint", ["/nowhere/run"]),
+        (4, "no such directory", ["/nowhere/run"]),
         (2, "name one before KEY=VALUE", ["split=test"]),
         (2, "CHECKPOINT", []),
         (2, "split must be one of", ["RUN", "split=tset"]),
