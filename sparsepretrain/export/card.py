@@ -42,8 +42,8 @@ def write(converted: Converted, about: dict[str, Any], directory: Path) -> None:
     lines += ["---", "", f"# {config['name']}, {title(method)}", ""]
     lines += [*_weights(converted, about), ""]
     lines += ["## Use", "", "```python", *_use(converted, auto), "```", ""]
-    library_has = about["pattern"] == "2:4" and not converted.is_timm and not converted.adapters
-    if library_has and not misfit(converted.model, converted.layers):
+    loadable = about["pattern"] == "2:4" and not converted.is_timm and not converted.adapters
+    if loadable and not misfit(converted.model, converted.layers):
         lines += ["On a GPU, with the products of the sparse layers sparse:", "", "```python"]
         lines += ["from sparsepretrain.export import load_semi_structured", ""]
         lines += ['model = load_semi_structured("DIR", device="cuda")', "```", ""]
