@@ -7,55 +7,15 @@ import math
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of a floating dtype -> what its bits are viewed as."""
-FP8_FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-FP8_SLACK = 2.0**-10
-"""Error of a sum on fp8 tensor cores, in units of the sum of magnitudes: they add with about 14
-bits (arXiv:2412.19437 section 3.3.2)."""
-
-
-class Limits(NamedTuple):
-    """Sizes of packed products that cuSPARSELt is trusted with, for one type.
-
-    Positions lie in tiles: in 16 bits a packed (m, k) has m·k + ⌈m/64⌉·⌈k/32⌉·256 bytes. Where the
-    tiles are whole that is k·9/16 columns, what torch 2.9 allocates for every size: with others the
-    library would write past the end. In fp8 the tiles are taken to be 64 × 128 until a GPU shows
-    them.
-    """
-
-    rows: int
-    """Rows of the sparse operand are multiples of it."""
-    columns: int
-    """Columns of the sparse operand are multiples of it."""
-    dense: int
-    """Rows and columns of the dense operand are multiples of it."""
-    sixteenths: int
-    """Sixteenths of the elements that are left when a matrix is packed: half of the values, and
-    four bits for each group of four."""
-
-
-LIMITS = {
-    torch.float16: Limits(64, 32, 8, 9),
-    torch.bfloat16: Limits(64, 32, 8, 9),
-    torch.float8_e4m3fn: Limits(64, 128, 16, 10),
-}
-"""The types that are packed. In fp32 the library would multiply in TF32."""
-
 PAIRS = list(itertools.combinations(range(4), 2))
 """The six ways to keep two of four, as column pairs."""
-PATTERNS_90 = [
-    choice
-    for choice in itertools.product(range(6), repeat=4)
-    if all(sum(column in PAIRS[row] for row in choice) == 2 for column in range(4))
-]
-"""The 90 masks that are 2:4 along both axes of a 4×4 block: an index into PAIRS for each row; in
-descending order of row-major bits."""
 
 
 def functions_of(package: str, path: Iterable[str]) -> dict[str, Any]:
@@ -67,31 +27,6 @@ def functions_of(package: str, path: Iterable[str]) -> dict[str, Any]:
         for name, value in vars(module).items()
         if callable(value) and not name.startswith("_")
     }
-
-
-def no_cuda(device: torch.device) -> str:
-    """Return the reason for which NVIDIA's libraries do not run on ``device``, or ""."""
-    if not torch.cuda.is_available():
-        return "this machine has no CUDA device"
-    return (
-        "" if device.type == "cuda" else f"the weights are on {device.type}, not on a CUDA device"
-    )
-
-
-def broken(error: Exception, device: torch.device) -> bool:
-    """Return True if ``error`` is a CUDA error that every later call on ``device`` repeats."""
-    if not isinstance(error, torch.AcceleratorError):
-        return False
-    try:
-        torch.cuda.synchronize(device)
-    except torch.AcceleratorError:
-        return True
-    return False
-
-
-def packed_columns(k: int, dtype: torch.dtype) -> int:
-    """Columns of a packed matrix that has ``k`` before."""
-    return k * LIMITS[dtype].sixteenths // 16
 
 
 def check_pattern(name: str, x: Tensor, n: int, m: int, dim: int) -> None:

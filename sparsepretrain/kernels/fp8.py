@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.errors import one_line
-from sparsepretrain.kernels.common import FP8_FORMATS, FP8_SLACK, no_cuda
 from sparsepretrain.kernels.dispatch import kernel_of
+from sparsepretrain.kernels.hardware import FP8_FORMATS, FP8_SLACK, no_cuda
 
 FP8_MULTIPLE = 16
 """``torch._scaled_mm`` needs every dimension but the first operand's rows to be a multiple."""

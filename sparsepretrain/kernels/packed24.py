@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsepretrain.kernels.common import LIMITS, Limits, packed_columns
 from sparsepretrain.kernels.dispatch import find
+from sparsepretrain.kernels.hardware import LIMITS, Limits, packed_columns
 
 TYPES = (torch.float16, torch.bfloat16)
 """Dtypes whose sparse matmuls need no scales."""

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.common import PAIRS, PATTERNS_90
+from sparsepretrain.kernels.common import PAIRS
 from sparsepretrain.kernels.dispatch import kernel_of
+
+PATTERNS_90 = [
+    choice
+    for choice in itertools.product(range(6), repeat=4)
+    if all(sum(column in PAIRS[row] for row in choice) == 2 for column in range(4))
+]
+"""The 90 masks that are 2:4 along both axes of a 4×4 block: an index into PAIRS for each row; in
+descending order of row-major bits."""
 
 
 def transposable_mask(w: Tensor, *, backend: str | None = None) -> Tensor:

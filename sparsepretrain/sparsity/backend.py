@@ -15,9 +15,9 @@ from torch import Tensor
 from sparsepretrain.config.strict import build
 from sparsepretrain.errors import ConfigError, Problems, one_line
 from sparsepretrain.kernels import no_fp8_products
-from sparsepretrain.kernels.common import Limits, broken
 from sparsepretrain.kernels.cusparselt.packed24 import unsupported
 from sparsepretrain.kernels.fp8 import FP8_MULTIPLE
+from sparsepretrain.kernels.hardware import Limits, broken
 from sparsepretrain.kernels.timing import medians
 from sparsepretrain.sparsity.geometry import Linear
 from sparsepretrain.sparsity.products import (

@@ -30,8 +30,8 @@ from sparsepretrain.kernels import (
     quantize_fp8,
     unscaled,
 )
-from sparsepretrain.kernels.common import LIMITS, Limits
 from sparsepretrain.kernels.fp8 import FP8_MULTIPLE
+from sparsepretrain.kernels.hardware import LIMITS, Limits
 from sparsepretrain.kernels.packed24 import TYPES
 from sparsepretrain.sparsity.geometry import Geometry, Linear, rows_of
 

@@ -6,8 +6,8 @@ from torch import nn
 
 import sparsepretrain as sp
 from sparsepretrain import kernels
-from sparsepretrain.kernels.common import FP8_SLACK
 from sparsepretrain.kernels.cusparselt import packed24 as library
+from sparsepretrain.kernels.hardware import FP8_SLACK
 
 
 @pytest.fixture(autouse=True)

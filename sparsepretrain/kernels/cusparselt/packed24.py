@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.common import FP8_SLACK, broken, no_cuda, packed_columns
+from sparsepretrain.kernels.hardware import FP8_SLACK, broken, no_cuda, packed_columns
 from sparsepretrain.kernels.timing import medians
 
 REPEATS = 20

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsepretrain.kernels.common import FP8_FORMATS
+from sparsepretrain.kernels.hardware import FP8_FORMATS
 from sparsepretrain.kernels.triton.launch import INTERPRETED, axis_order, launch_elements, operator
 from sparsepretrain.kernels.triton.tiles import block_offsets, maximum, minimum, widen
 
