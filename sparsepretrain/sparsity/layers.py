@@ -6,22 +6,22 @@ each matmul, and products multiply them.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import attachments
 from sparsepretrain.sparsity.clock import Moment
 from sparsepretrain.sparsity.geometry import Geometry, Linear
-from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK, LayerState
+from sparsepretrain.sparsity.layer_state import LayerState
+from sparsepretrain.sparsity.loading import LoadableLayer
 from sparsepretrain.sparsity.method import title
 from sparsepretrain.sparsity.operand_table import DGRAD, WGRAD, G, X
 from sparsepretrain.sparsity.products import (
@@ -153,13 +153,10 @@ def by_groups_of_tokens(tokens: Tensor, function: Callable[[Tensor], Tensor]) ->
     return result[..., :length, :].reshape(tokens.shape)
 
 
-class SparseLayer(nn.Module):
+class SparseLayer(LoadableLayer):
     """Mixin before a linear layer class: equal parameters, operands of the method."""
 
-    replaces: ClassVar[type[nn.Module]]
     in_dim: ClassVar[int] = 1
-    sparsity: LayerState
-    weight: Tensor
     bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -216,88 +213,8 @@ class SparseLayer(nn.Module):
         """Return X, padded if the layer pads by itself, and the geometry of the matmuls."""
         return x, Linear(self.in_dim)
 
-    def register_parameter(self, name: str, param: Any) -> None:
-        """Refuse a weight that tensor parallelism shards; ``fully_shard`` does not call this."""
-        if _is_dtensor(param) and not _is_dtensor(self._parameters.get(name)):
-            raise ConfigError(
-                f"{name} of a sparse {self.replaces.__name__} was sharded by something other than "
-                "fully_shard: tensor parallelism of sparse layers is not supported"
-            )
-        super().register_parameter(name, param)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.sparsity.rows.is_sharded and not keep_vars:
-            # writers of files need memory, which the wrapper that FSDP gathers does not have
-            from sparsepretrain.sparsity.sharding import unwrapped
-
-            destination[f"{prefix}weight"] = unwrapped(destination[f"{prefix}weight"])
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        own = self.sparsity
-        values = {f"{prefix}weight": self.weight}
-        names = (*own.own_tensors, PREVIOUS_MASK)
-        values |= {f"{prefix}sparsity.{name}": getattr(own, name) for name in names}
-        # broadcast_from_rank0 copies into the memory of a model that left the meta device
-        unset = not own.initialized
-        brings_weight, *brings_own = (_brings(state_dict, *item, unset) for item in values.items())
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-        own.cache.clear()
-        attachments.frozen_values.pop(self, None)  # a loaded weight may differ
-        is_new = own.model.is_new
-        if all(brings_own) and not (unset and is_new):
-            own.initialized, own.reset_due = True, False
-        elif brings_weight and is_new and not self.weight.is_meta:
-            # initial weights of a dense model
-            if own.rows.is_prepared:
-                own.reset_due = True  # `attach` finds the own rows
-            else:
-                own.reset(self.weight)
-
     def extra_repr(self) -> str:
         """Return the original representation and the method."""
         model = self.sparsity.model
         words = (super().extra_repr(), title(model.method), model.label)
         return ", ".join(filter(None, words))
-
-
-def _brings(
-    state_dict: Mapping[str, Tensor], key: str, present: Tensor, unset: bool = False
-) -> bool:
-    """Return True if ``state_dict`` has another tensor than ``present`` under ``key``.
-
-    When torch loads whole tensors into shards, it adds tensors that the module already has.
-
-    Args:
-        unset: the module has no values of its own, so ``present`` itself was filled.
-    """
-    value = state_dict.get(key)
-    if value is None:
-        return False
-    if unset or value.is_meta or present.is_meta or not value.numel():
-        return True
-    return _memory(value).data_ptr() != _memory(present).data_ptr()
-
-
-def _memory(tensor: Any) -> Tensor:
-    """Return the plain tensor of a DTensor or of a shard of a master weight."""
-    tensor = getattr(tensor, "_local_tensor", tensor)
-    plain: Tensor = getattr(tensor, "_tensor", tensor)
-    return plain
-
-
-def _is_dtensor(value: object) -> bool:
-    """Return True if ``value`` is a DTensor, without importing it, which takes half a second."""
-    distributed = sys.modules.get("torch.distributed.tensor")
-    return distributed is not None and isinstance(value, distributed.DTensor)
-
-
-def refuse_sharded(layers: Mapping[str, nn.Module]) -> None:
-    """Refuse weights that are DTensors (ConfigError): masks need whole weights."""
-    if names := [name for name, layer in layers.items() if _is_dtensor(layer.weight)]:
-        more = f" and {len(names) - 1} more layers" if len(names) > 1 else ""
-        raise ConfigError(
-            f"the weight of {names[0]!r}{more} is sharded (DTensor): sparsify the model before "
-            "fully_shard and call sparsifier.prepare_sharding() in between; tensor parallelism is "
-            "not supported"
-        )

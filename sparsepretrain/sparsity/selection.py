@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch import nn
 from sparsepretrain import registry
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.sparsity.layer_classes import dense_weights, layer_family, sparse_class
-from sparsepretrain.sparsity.layers import SparseLayer, refuse_sharded
+from sparsepretrain.sparsity.layers import SparseLayer
+from sparsepretrain.sparsity.loading import is_dtensor
 from sparsepretrain.sparsity.method import Method
 
 SUPPORTED = "(supported: nn.Linear, nn.Conv2d, transformers' Conv1D)"
@@ -148,3 +149,14 @@ def check_shapes(layers: dict[str, Any], method: Method) -> None:
         problems.append((key, f" = {m}: {text}") if key else text)
     if problems:
         raise ConfigError(problems)
+
+
+def refuse_sharded(layers: Mapping[str, nn.Module]) -> None:
+    """Refuse weights that are DTensors (ConfigError): masks need whole weights."""
+    if names := [name for name, layer in layers.items() if is_dtensor(layer.weight)]:
+        more = f" and {len(names) - 1} more layers" if len(names) > 1 else ""
+        raise ConfigError(
+            f"the weight of {names[0]!r}{more} is sharded (DTensor): sparsify the model before "
+            "fully_shard and call sparsifier.prepare_sharding() in between; tensor parallelism is "
+            "not supported"
+        )

@@ -12,11 +12,12 @@ from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.sparsity import attachments
 from sparsepretrain.sparsity.coverage import Coverage, Proof, cover, prove
 from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK
-from sparsepretrain.sparsity.layers import SparseLayer, refuse_sharded
+from sparsepretrain.sparsity.layers import SparseLayer
 from sparsepretrain.sparsity.method import Method, title
 from sparsepretrain.sparsity.metrics import measure
 from sparsepretrain.sparsity.model_state import ModelState
 from sparsepretrain.sparsity.rows import Rows
+from sparsepretrain.sparsity.selection import refuse_sharded
 from sparsepretrain.sparsity.steps import Steps
 
 
