@@ -19,19 +19,18 @@ from sparsepretrain.kernels.cusparselt.packed24 import unsupported
 from sparsepretrain.kernels.fp8 import FP8_MULTIPLE
 from sparsepretrain.kernels.hardware import Limits, broken
 from sparsepretrain.kernels.timing import medians
+from sparsepretrain.sparsity.fp8 import fp8_products
 from sparsepretrain.sparsity.geometry import Linear
 from sparsepretrain.sparsity.products import (
     DENSE,
     MATMUL_OF,
-    PACKED,
     Dense,
     Estimate,
     Matmul,
     Prepared,
     Products,
-    fp8_products,
-    straddles,
 )
+from sparsepretrain.sparsity.sparse24 import PACKED, cannot_pack, limits_of, packing, straddles
 
 if TYPE_CHECKING:
     from sparsepretrain.sparsity.method import Method
@@ -45,7 +44,7 @@ class FP8Precision:
     name: Literal["fp8", "fp8_sim"]
     """Tensor cores, or the same values multiplied in wider types on any device."""
     recipe: Literal["hybrid", "reference", "e4m3"] = "hybrid"
-    """See :func:`~sparsepretrain.sparsity.products.fp8_products`."""
+    """See :func:`~sparsepretrain.sparsity.fp8.fp8_products`."""
 
     def problems(self) -> Problems:
         """Yield (key, message) of options that do not fit together."""
@@ -187,8 +186,8 @@ class Backend:
                 why = "{}:{}, not 2:4".format(*operand.pattern)
             elif not why:
                 product = getattr(base, MATMUL_OF[name])
-                why = product.cannot_pack() or missing
-                why = why or size.misfit(*multiples(name, product.limits))
+                why = cannot_pack(product) or missing
+                why = why or size.misfit(*multiples(name, limits_of(product)))
             found[name] = why
         return found
 
@@ -211,7 +210,7 @@ class Backend:
         base = DENSE
         if precision is not None:
             base = fp8_products(precision.recipe, precision.name == "fp8_sim")
-        if why := unsupported(device, fp8=uses_fp8(base)) or base.fprop.cannot_pack(dtype):
+        if why := unsupported(device, fp8=uses_fp8(base)) or cannot_pack(base.fprop, dtype):
             raise ConfigError(f"backend={self.name}: {why}: backend=auto or emulate trains")
 
     @torch.no_grad()
@@ -221,7 +220,7 @@ class Backend:
         names = {"fprop": ("Xf", "A"), "dgrad": ("P", "B"), "wgrad": ("U", "Xw")}[matmul.name]
         products = {
             "emulated": getattr(base, matmul.name),
-            "sparse": getattr(base.packing(case.operand), matmul.name),
+            "sparse": getattr(packing(base, case.operand), matmul.name),
         }
 
         def run(product: Dense, prepared: Prepared | None = None) -> Tensor:
@@ -312,9 +311,9 @@ class LayerProducts:
         row = self.method.phase.row
         packs = [name for name in self.packs if getattr(row, name).pattern == (2, 4)]
         packs = [
-            name for name in packs if not getattr(self.base, MATMUL_OF[name]).cannot_pack(dtype)
+            name for name in packs if not cannot_pack(getattr(self.base, MATMUL_OF[name]), dtype)
         ]
-        return self.base.packing("".join(packs)) if packs else self.base
+        return packing(self.base, "".join(packs)) if packs else self.base
 
     def try_inputs(
         self, weight: Tensor, inputs: Sequence[int], dtype: torch.dtype, *, bias: bool
@@ -351,13 +350,13 @@ class LayerProducts:
 
 def objection(operand: str, tokens: Sequence[int], dtype: torch.dtype, base: Products) -> str:
     """Return the reason for which tokens (…, tokens of a sample) have no sparse matmul, or ""."""
-    why = getattr(base, MATMUL_OF[operand]).cannot_pack(dtype)
+    why = cannot_pack(getattr(base, MATMUL_OF[operand]), dtype)
     return why or (straddles(tuple(tokens)) if operand == "U" else "")
 
 
 def uses_fp8(base: Products) -> bool:
     """Return True if the products run on fp8 tensor cores."""
-    return base.rounds and not base.fprop.cannot_pack()
+    return base.rounds and not cannot_pack(base.fprop)
 
 
 def multiples(operand: str, limits: Limits) -> tuple[int, int]:

@@ -67,7 +67,7 @@ def sparsify(
             are faster; the first eager training forward of a layer times both.
         precision: None: matmuls run in the dtype of autocast, or of the weight. ``"fp8"``: in
             training, matmuls of these layers run on fp8 tensor cores; evaluation does not use fp8
-            (:class:`~sparsepretrain.sparsity.products.FP8`). ``"fp8_sim"``: the same fp8 operands,
+            (:class:`~sparsepretrain.sparsity.fp8.FP8`). ``"fp8_sim"``: the same fp8 operands,
             multiplied in a wider type. Or a dict: ``{"name": "fp8", "recipe": "e4m3"}``.
         **options: options of the method (keys of ``configs/sparsity/<method>.yaml``); nested ones
             as dicts: ``window={"start": 0.1}``.

@@ -14,7 +14,7 @@ import linear
 import train
 from sparsepretrain import kernels
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity import backend, products
+from sparsepretrain.sparsity import backend, sparse24
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 CPU = torch.device("cpu")
@@ -102,7 +102,7 @@ def test_a_wrong_sparse_matmul_gets_no_time(run, monkeypatch):
 
     monkeypatch.setattr(backend, "unsupported", lambda device, **_: None)
     monkeypatch.setattr(backend, "medians", medians)
-    monkeypatch.setattr(products, "matmul_24", multiply)
+    monkeypatch.setattr(sparse24, "matmul_24", multiply)
     code, cases = run("linear", "--methods", "sste", "--backend", "auto")
     found = {case["name"].partition("backend=auto, ")[2]: case for case in cases}
     assert code == 1 and set(wrong) == {(128, 64)}

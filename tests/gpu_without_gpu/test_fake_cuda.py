@@ -13,15 +13,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparsepretrain import kernels
+from sparsepretrain.sparsity.fp8 import fp8_products
 from sparsepretrain.sparsity.geometry import Linear
-from sparsepretrain.sparsity.products import (
-    DENSE,
-    MATMUL_OF,
-    PACKED,
-    Estimate,
-    Matmul,
-    fp8_products,
-)
+from sparsepretrain.sparsity.products import DENSE, MATMUL_OF, Estimate, Matmul
+from sparsepretrain.sparsity.sparse24 import PACKED, cannot_pack, packing
 
 OUT, IN = 3072, 768
 BASES = {
@@ -48,9 +43,9 @@ def combinations(base):
     packings = [p for k in range(4) for p in itertools.combinations(PACKED, k)]
     for (dtype, *layout), packs in itertools.product(LAYOUTS, packings):
         both_dgrads = {"B", "P"} <= {*packs}
-        refused = any(getattr(base, MATMUL_OF[name]).cannot_pack(dtype) for name in packs)
+        refused = any(cannot_pack(getattr(base, MATMUL_OF[name]), dtype) for name in packs)
         if not both_dgrads and not refused:
-            yield base.packing("".join(packs)), dtype, *layout
+            yield packing(base, "".join(packs)), dtype, *layout
 
 
 @pytest.fixture

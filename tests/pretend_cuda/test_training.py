@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_map
 from sparsepretrain import densify, registry
 from sparsepretrain.runs.writer import Writer
 from sparsepretrain.sparsity import backend, coverage
+from sparsepretrain.sparsity.fp8 import FP8
 from sparsepretrain.sparsity.methods.bimask import BiMask
-from sparsepretrain.sparsity.products import FP8
 from sparsepretrain.training import loop, session_state, validation
 
 METHODS = sorted(registry.names("method"))

@@ -6,7 +6,8 @@ import torch
 from small_models import draw
 
 from sparsepretrain.sparsity import backend
-from sparsepretrain.sparsity.products import FP8, Dense, Products, fp8_products
+from sparsepretrain.sparsity.fp8 import FP8, fp8_products
+from sparsepretrain.sparsity.products import Dense, Products
 
 
 class Absolute:

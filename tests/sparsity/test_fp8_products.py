@@ -14,7 +14,9 @@ from torch import nn
 import sparsepretrain as sp
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import backend as backends
-from sparsepretrain.sparsity.products import FP8, Products, Sparse24FP8, fp8_products
+from sparsepretrain.sparsity.fp8 import FP8, fp8_products
+from sparsepretrain.sparsity.products import Products
+from sparsepretrain.sparsity.sparse24 import Sparse24FP8
 
 METHODS = [name for name in sp.list_methods() if name not in PACKED]
 RECIPES = ("hybrid", "e4m3")

@@ -15,7 +15,7 @@ from torch import nn
 import sparsepretrain as sp
 from sparsepretrain import kernels, registry
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity import Projection, products
+from sparsepretrain.sparsity import Projection, sparse24
 from sparsepretrain.sparsity import backend as backends
 from sparsepretrain.sparsity.products import DENSE
 
@@ -98,7 +98,7 @@ def test_weights_are_packed_once_per_step(
     addresses = [part.data.data_ptr() for part in own.cache._kept[True][:2]]
     calls = []
     monkeypatch.setattr(
-        products, "compress_24", lambda x: calls.append(x) or kernels.compress_24(x)
+        sparse24, "compress_24", lambda x: calls.append(x) or kernels.compress_24(x)
     )
     for step in range(3):
         calls.clear()
@@ -257,7 +257,7 @@ def test_only_the_packed_operand_of_a_timing_has_zeros(method, monkeypatch):
         seen.append((dense == 0).float().mean().item())
         return kernels.matmul_24(packed, dense, *rest, **flags)
 
-    monkeypatch.setattr(products, "matmul_24", multiply)
+    monkeypatch.setattr(sparse24, "matmul_24", multiply)
     handle = sparsify(Layer(), method, backend="auto")
     handle.store_operands(torch.bfloat16)
     handle.choose_products({"fc": (2, 256, 128)})
@@ -273,7 +273,7 @@ def test_token_counts_share_padded_matmul_sizes(method, monkeypatch):
         sizes.add((tuple(packed.shape), tuple(dense.shape), *flags.values()))
         return kernels.matmul_24(packed, dense, bias, **flags)
 
-    monkeypatch.setattr(products, "matmul_24", multiply)
+    monkeypatch.setattr(sparse24, "matmul_24", multiply)
     model = Layer()
     sparsify(model, method)
     for tokens in (4, 12, 100, 256, 508):
@@ -294,7 +294,7 @@ def test_failing_matmul_is_emulated(backend, kind, monkeypatch):
             raise kind(reason)
         return kernels.matmul_24(packed, dense, *rest, **flags)
 
-    monkeypatch.setattr(products, "matmul_24", multiply)
+    monkeypatch.setattr(sparse24, "matmul_24", multiply)
     model = Layer()
     handle = sparsify(model, "sste", backend=backend)
     outputs(model, torch.bfloat16, (2, 8))
@@ -306,7 +306,7 @@ def test_broken_device_raises_instead_of_emulating(monkeypatch):
     def fail(*_, **__):
         raise torch.AcceleratorError("algorithm 3 of cuSPARSELt 0.8.1 broke the device")
 
-    monkeypatch.setattr(products, "matmul_24", fail)
+    monkeypatch.setattr(sparse24, "matmul_24", fail)
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
     model = Layer()
     sparsify(model, "sste")
@@ -361,7 +361,7 @@ def test_samples_are_packed_without_a_transpose(choice, monkeypatch):
 
     monkeypatch.setitem(vars(kernels), "mvue", mvue)
     monkeypatch.setattr(
-        products, "compress_24", lambda x: packed.append(x) or kernels.compress_24(x)
+        sparse24, "compress_24", lambda x: packed.append(x) or kernels.compress_24(x)
     )
     expected, got = Layer(), Layer()
     sparsify(expected, "sste")

@@ -1,0 +1,102 @@
+"""Matmuls of operands that are rounded to fp8 with one scale per tensor."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparsepretrain.kernels import dequantize_fp8, matmul_fp8, quantize_fp8
+from sparsepretrain.kernels.fp8 import FP8_MULTIPLE
+from sparsepretrain.sparsity.geometry import Linear
+from sparsepretrain.sparsity.products import Dense, Kind, Matmul, Prepared, Products
+
+LEFT = ("Xf", "P", "U")
+"""Left operands of the matmuls."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FP8(Dense):
+    """Multiply operands with fp8 values and per-tensor scales.
+
+    Current scaling has no history (S-STE section 5), so checkpoints hold no scales. Scales are
+    those of a micro-batch: unlike all other numbers, they change with gradient accumulation.
+    """
+
+    kind: ClassVar[Kind] = "fp8"
+    rounds: ClassVar[bool] = True
+    left: str  # e4m3 or e5m2
+    right: str
+    simulate: bool
+    """Multiply in fp32, or on GPUs in bf16, which holds every fp8 value exactly."""
+
+    def format(self, operand: str) -> str | None:
+        return self.left if operand in LEFT else self.right
+
+    def encode(self, x: Tensor, operand: str, dtype: torch.dtype) -> Prepared:
+        return Prepared("fp8", *quantize_fp8(x, self.format(operand) or ""))
+
+    def arrange(self, encoded: Prepared, operand: str) -> Prepared:
+        """Make weights contiguous along the axis that fp8 tensor cores sum over."""
+        if self.simulate or operand not in ("A", "B"):
+            return encoded
+        q = encoded.data
+        q = q.contiguous() if operand == "A" else q.t().contiguous().t()
+        return encoded.view(q)
+
+    def __call__(
+        self, matmul: Matmul, left: Prepared, right: Prepared, bias: Tensor | None = None
+    ) -> Tensor:
+        if self.dequantizes(matmul, left.data):
+            # fp8 values are exact in fp32, so only the sums differ from those of tensor cores
+            a, b = (dequantize_fp8(q.data, scale_of(q)) for q in (left, right))
+            y = matmul.dense(a, b, None if bias is None else bias.float())
+            # torch 2.11 compiles a cast that changes nothing here to gradients of zero
+            return y if y.dtype == matmul.dtype else y.to(matmul.dtype)
+        left, right = matmul.matrices(left, right)
+        a, b = left.data, right.data
+        if not self.simulate:
+            missing = -a.shape[1] % FP8_MULTIPLE
+            a, b = (F.pad(q, (0, missing)) if missing else q.contiguous() for q in (a, b))
+        y = matmul_fp8(
+            a,
+            b,
+            scale_of(left),
+            scale_of(right),
+            bias,
+            out_dtype=matmul.dtype,
+            backend="reference" if self.simulate else None,
+        )
+        return y.view(matmul.shape)
+
+    def dequantizes(self, matmul: Matmul, x: Tensor) -> bool:
+        """Return True if operands are converted to fp32 first: in convolutions and on CPUs."""
+        return self.simulate and not (isinstance(matmul.geometry, Linear) and x.is_cuda)
+
+
+@functools.cache
+def fp8_products(recipe: str, simulate: bool) -> Products:
+    """Return fp8 products: e4m3 in fprop, and in dgrad and wgrad the formats of ``recipe``.
+
+    ``hybrid``: e5m2 × e4m3, which fp8 libraries offer. ``reference``: e5m2 × e5m2, as in the
+    authors' code (thu-ml/2by4-pretrain-acc-examples, v2). ``e4m3``: e4m3 × e4m3, the only pair that
+    sparse hardware multiplies.
+    """
+    left, right = {
+        "hybrid": ("e5m2", "e4m3"),
+        "reference": ("e5m2", "e5m2"),
+        "e4m3": ("e4m3", "e4m3"),
+    }[recipe]
+    forward = FP8(left="e4m3", right="e4m3", simulate=simulate)
+    backward = FP8(left=left, right=right, simulate=simulate)
+    return Products(forward, backward, backward)
+
+
+def scale_of(operand: Prepared) -> Tensor:
+    """Return the scale of an operand in fp8."""
+    assert operand.scale is not None
+    return operand.scale
