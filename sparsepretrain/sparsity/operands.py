@@ -36,7 +36,7 @@ class OperandCache:
     """Operands of one layer, one set for training and one for evaluation.
 
     Nothing is kept unless the loop asked for it (``store_operands``) or FSDP gathers operands: then
-    :meth:`to_gather` projects the own rows once per step, and the weight that a forward sees is A.
+    those of the own rows are kept, and the weight that a forward sees is the gathered A.
     """
 
     store: torch.dtype | None = None
@@ -46,34 +46,28 @@ class OperandCache:
     out: Tensor | None = None
     """Memory for A while the method projects."""
     _kept: dict[bool, Operands | None]  # key: training (True) or evaluation (False)
-    _rows: dict[bool, tuple[tuple[Tensor, ...] | None, Tensor | None]]
-    """Own rows of (A,) or (A, B) for FSDP, None where W is gathered; and the factor of dW."""
     _sparse: bool | None
     """True if A was gathered last, False if W was; None: neither is up to date."""
 
     def __init__(self, layer: ProjectingLayer) -> None:
         self.layer = layer
         self._backward: Tensor | None = None  # B, as it was gathered
-        self._dtype: torch.dtype | None = None  # that FSDP gathers in
         self.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of copies and pickles, which do not store operands."""
-        return self.__dict__ | {"_kept": {}, "_rows": {}, "mask": None, "store": None}
+        return self.__dict__ | {"_kept": {}, "mask": None, "store": None}
 
     def clear(self) -> None:
         """Drop all operands: the weight or the phase has changed."""
-        self._kept, self._rows, self._sparse, self.mask = {}, {}, None, None
+        self._kept, self._sparse, self.mask = {}, None, None
 
     def refresh(self, weight: Tensor) -> None:
         """Project a changed weight again if operands are kept, into the same memory."""
-        earlier, store = self._kept.get(True), self.store
+        earlier, store, layer = self._kept.get(True), self.store, self.layer
         self.clear()
-        if self.layer.rows.is_sharded:
-            if self._dtype is not None:
-                self._project_rows(weight, self._dtype, True)
-        elif not (store is None or self.layer.method.differentiable or self._is_plain(store, True)):
-            self._make(weight, store, True, earlier)
+        if not (store is None or layer.method.differentiable or self._is_plain(store, True)):
+            self._make(weight, store, True, None if layer.rows.is_sharded else earlier)
 
     def operands(self, weight: Tensor, dtype: torch.dtype, training: bool) -> Operands | None:
         """Return A and B in ``dtype``; None: the layer runs the class that it replaces."""
@@ -127,7 +121,7 @@ class OperandCache:
                 self.out = None
             only_cast, operands = forward is None and not products.rounds, None
             if not only_cast or (training and not layer.method.phase.row.keeps_inputs):
-                forward = weight.detach() if forward is None else forward
+                forward = layer.rows.local(weight).detach() if forward is None else forward
                 weights = self._transposed(forward), self._transposed(backward)
                 operands = products.prepare(*weights, scale, dtype, old)
         if store == dtype and not torch.compiler.is_compiling():
@@ -144,7 +138,7 @@ class OperandCache:
         layer = self.layer
         if layer.method.phase.row.A == W or layer.products.now(dtype, True).rounds:
             return None  # nothing is projected, or the result is rounded again
-        if self.store != dtype or torch.compiler.is_compiling():
+        if self.store != dtype or layer.rows.is_sharded or torch.compiler.is_compiling():
             return None
         earlier = None if old is None else self._transposed(old.A.data)
         if earlier is None or (earlier.shape, earlier.dtype) != (weight.shape, dtype):
@@ -186,36 +180,22 @@ class OperandCache:
 
         They are in ``dtype``, laid out as the stored weight.
         """
-        layer = self.layer
-        self._dtype, training = dtype, self.key(training)
-        if training not in self._rows:
-            self._project_rows(weight, dtype, training)
-        self._sparse = self._is_sparse(training)
-        parts, _ = self._rows[training]
-        if parts is not None:
-            return parts
-        rows = layer.rows.local(weight).detach().to(dtype)
-        return (rows, rows) if layer.method.sparse_row.has_two_weights else (rows,)
-
-    @torch.no_grad()
-    def _project_rows(self, weight: Tensor, dtype: torch.dtype, training: bool) -> None:
-        layer, two = self.layer, self.layer.method.sparse_row.has_two_weights
-        with torch.inference_mode(False):
-            forward, mask, backward, scale = layer.project(weight, training)
-            if training:
-                self.mask = mask
-            if forward is None:
-                self._rows[training] = None, None
-                return
-            if backward is not None and not two:
-                raise ConfigError(
-                    f"method {layer.method.options.name} returns a backward weight: under FSDP "
-                    "its sparse_row must have a B of its own"
-                )
-            parts = [forward.to(dtype)]
-            if two:
-                parts.append(parts[0] if backward is None else backward.to(dtype))
-            self._rows[training] = tuple(parts), scale
+        layer, training = self.layer, self.key(training)
+        self.store, self._sparse = dtype, self._is_sparse(training)
+        kept = self._kept.get(training) or self._make(weight, dtype, training)
+        if kept is None:
+            forward, backward = layer.rows.local(weight).detach().to(dtype), None
+        else:
+            forward = self._transposed(kept.A.data)
+            backward = None if kept.B is None else self._transposed(kept.B.data)
+        if layer.method.sparse_row.has_two_weights:
+            return forward, forward if backward is None else backward
+        if backward is not None:
+            raise ConfigError(
+                f"method {layer.method.options.name} returns a backward weight: under FSDP its "
+                "sparse_row must have a B of its own"
+            )
+        return (forward,)
 
     def take(self, gathered: tuple[Tensor, ...]) -> Tensor:
         """Keep B of the gathered operands and return A, which becomes the unsharded weight."""
@@ -236,7 +216,8 @@ class OperandCache:
                 "weights that have changed since: call reshard() on the modules of FSDP, or run "
                 "the module that was given to sparsify"
             )
-        _, scale = self._rows.get(self.key(training), (None, None))
+        kept = self._kept.get(self.key(training))
+        scale = None if kept is None else kept.wgrad_scale
         two = self._sparse and method.sparse_row.has_two_weights
         if not two and scale is None and not (training and not method.phase.row.keeps_inputs):
             return None
