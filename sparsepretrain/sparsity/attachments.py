@@ -8,6 +8,7 @@ warnings need no guesses from forwards or weights, and wait for no device.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -88,6 +89,39 @@ def unwrapped(optimizer: Any) -> Optimizer:
         if optimizer is None or optimizer is outer:
             raise ConfigError(f"attach needs a torch optimizer, got {kind}")
     return optimizer
+
+
+def holder_of(layers: Mapping[str, Any], optimizers: Iterable[Any]) -> Optimizer:
+    """Return the optimizer that holds the weights of sparse ``layers``, without its wrappers.
+
+    Frozen weights need no optimizer; if all are frozen, the first one is returned.
+    """
+    found = [unwrapped(optimizer) for optimizer in optimizers]
+    holders = {
+        id(parameter): one
+        for one in found
+        for group in one.param_groups
+        for parameter in group["params"]
+    }
+    weights = {name: layer.weight for name, layer in layers.items()}
+    own = {
+        f"{name}.sparsity.{key}": parameter
+        for name, layer in layers.items()
+        for key, parameter in layer.sparsity.named_parameters()
+    }
+    trained = (weights | own).items()
+    missing = [name for name, p in trained if p.requires_grad and id(p) not in holders]
+    if missing:
+        late = ": build the optimizer after sparsify" * (set(missing) <= set(own))
+        if any(layer.sparsity.rows.is_sharded for layer in layers.values()):
+            late = ": build the optimizer after fully_shard"
+        text = f"sparse weights missing in the optimizer: {', '.join(missing)}"
+        raise ConfigError(text + late)
+    holding = {holders[id(p)]: None for p in weights.values() if id(p) in holders}
+    if len(holding) > 1:
+        kinds = ", ".join(type(one).__name__ for one in holding)
+        raise ConfigError(f"sparse weights are in {kinds}: put all of them into one optimizer")
+    return next(iter(holding), found[0])
 
 
 def attached_optimizer(state: ModelState) -> Optimizer | None:

@@ -7,7 +7,7 @@ master weights never leave their rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -31,8 +31,6 @@ _KEPT = {
     *(_aten.new_zeros.default, _aten.empty_like.default, _aten.copy_.default),
 }
 """Operations of ``fully_shard`` and of copies whose results are master shards again."""
-
-ORDER = "sparsify, prepare_sharding, fully_shard, the optimizer, attach"
 
 
 class MasterShard(Tensor):
@@ -287,21 +285,6 @@ def whole(tensor: Tensor) -> Tensor:
     return found
 
 
-def own_rows(tensor: Tensor) -> tuple[int, Tensor] | None:
-    """Return the index of the first own row and the own rows; None: not sharded.
-
-    Of several replicas only the first has any.
-    """
-    if not isinstance(tensor, DTensor):
-        return None
-    rows, mesh = ShardedRows("a tensor", tensor), tensor.device_mesh
-    copies = zip(mesh.get_coordinate() or (), tensor.placements, strict=True)
-    local = plain(tensor).detach()
-    if any(index and isinstance(kind, Replicate) for index, kind in copies):
-        local = local[:0]
-    return rows.first, local
-
-
 def part_of(whole: Any, like: Tensor) -> Tensor:
     """Shard ``whole`` like another tensor, without communication.
 
@@ -317,29 +300,6 @@ def part_of(whole: Any, like: Tensor) -> Tensor:
         return all_rows
     rows = ShardedRows("a parameter", like)
     return rows.wrap(rows.mine(whole).to(like.device))
-
-
-def prepare(layers: Mapping[str, nn.Module]) -> None:
-    """Wrap weights before ``fully_shard``; see :meth:`Sparsifier.prepare_sharding`."""
-    for name, layer in layers.items():
-        if isinstance(layer.weight, DTensor):
-            raise ConfigError(f"the weight of {name!r} is sharded already: the order is {ORDER}")
-    for layer in layers.values():
-        weight: Any = layer.weight
-        layer.weight = nn.Parameter(MasterShard(weight.detach().contiguous()), weight.requires_grad)
-
-
-def shard_rows(layers: Mapping[str, nn.Module]) -> dict[str, ShardedRows]:
-    """Return the rows of each prepared layer after ``fully_shard``."""
-    for name, layer in layers.items():
-        if not isinstance(layer.weight, DTensor):
-            raise ConfigError(
-                f"the weight of {name!r} was prepared and is not sharded: the order is {ORDER}"
-            )
-    rows = {name: ShardedRows(name, layer.weight) for name, layer in layers.items()}  # type: ignore[arg-type]
-    if len({own.group for own in rows.values()}) > 1:
-        raise ConfigError("sparse layers are sharded over different processes: use one mesh")
-    return rows
 
 
 def reshard(root: nn.Module) -> None:

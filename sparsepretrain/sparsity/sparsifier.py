@@ -11,7 +11,6 @@ from torch import Tensor
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.sparsity import attachments
 from sparsepretrain.sparsity.coverage import Coverage, Proof, cover, prove
-from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK
 from sparsepretrain.sparsity.layers import SparseLayer
 from sparsepretrain.sparsity.method import Method, title
 from sparsepretrain.sparsity.metrics import measure
@@ -98,36 +97,14 @@ class Sparsifier:
         if attachments.attached_optimizer(self._state):
             raise ConfigError("the sparsifier is attached already: call detach() first")
         if self._rows.is_sharded:
-            self._bind_shards()
+            from sparsepretrain.sparsity import shard_setup
+
+            shard_setup.bind(self._state, self.layers)
         else:
             refuse_sharded(self.layers)
-        holders = {
-            id(parameter): one
-            for one in map(attachments.unwrapped, (optimizer, *others))
-            for group in one.param_groups
-            for parameter in group["params"]
-        }
-        weights = {name: layer.weight for name, layer in self.layers.items()}
-        own = {
-            f"{name}.sparsity.{key}": parameter
-            for name, layer in self.layers.items()
-            for key, parameter in layer.sparsity.named_parameters()
-        }
-        trained = (weights | own).items()
-        missing = [name for name, p in trained if p.requires_grad and id(p) not in holders]
-        if missing:
-            late = ": build the optimizer after sparsify" * (set(missing) <= set(own))
-            if self._rows.is_sharded:
-                late = ": build the optimizer after fully_shard"
-            text = f"sparse weights missing in the optimizer: {', '.join(missing)}"
-            raise ConfigError(text + late)
-        found = {holders[id(p)]: None for p in weights.values() if id(p) in holders}
-        if len(found) > 1:
-            kinds = ", ".join(type(one).__name__ for one in found)
-            raise ConfigError(f"sparse weights are in {kinds}: put all of them into one optimizer")
-        hooked = next(iter(found), None) or attachments.unwrapped(optimizer)
+        hooked = attachments.holder_of(self.layers, (optimizer, *others))
         if (mark := getattr(hooked, "mark_sparse", None)) is not None:
-            mark(weights.values())
+            mark([layer.weight for layer in self.layers.values()])
         self.method.read_optimizer(hooked)
         self._state.write()
         attachments.attach(self._state, hooked, self.steps.before, self.steps.after)
@@ -146,51 +123,10 @@ class Sparsifier:
         Raises:
             ConfigError: already prepared, attached or sharded; fp8 or sparse matmuls.
         """
-        from sparsepretrain.sparsity import sharding
+        from sparsepretrain.sparsity import shard_setup  # half a second
 
         self._require_sparse()
-        if self._rows.is_sharded or attachments.attached_optimizer(self._state):
-            done = "prepared for sharding" if self._rows.is_sharded else "attached"
-            raise ConfigError(f"the sparsifier is {done} already: the order is {sharding.ORDER}")
-        if self._state.precision is not None:
-            name = self._state.label.partition(" ")[0]
-            raise ConfigError(f"{name} does not go with sharding: leave precision out")
-        # without sync: the counters of a model on the meta device have no values to read
-        method = self._state.method
-        if method.differentiable:
-            raise ConfigError(
-                f"{method.options.name} does not go with sharding: FSDP gathers A(W) without "
-                "the graph of its projection; use DistributedDataParallel"
-            )
-        backend = self._state.backend
-        if backend is not None and backend.name != "auto":
-            raise ConfigError(
-                f"backend={backend.name} does not go with sharding: use auto or emulate"
-            )
-        sharding.prepare(self.layers)
-        for layer in self.layers.values():
-            layer.sparsity.rows = sharding.PreparedRows()
-            layer.sparsity.choose_products(layer.weight.device)
-
-    def _bind_shards(self) -> None:
-        """Connect each layer to its shard after ``fully_shard``, and shard its buffers."""
-        from sparsepretrain.sparsity import sharding
-
-        found = sharding.shard_rows(self.layers)
-        for name, layer in self.layers.items():
-            own = layer.sparsity
-            if isinstance(own.rows, sharding.ShardedRows):
-                continue
-            own.rows = found[name]
-            found[name].shard_buffers(own, PREVIOUS_MASK)
-            own.cache.clear()
-            if own.reset_due:
-                own.reset_due = False
-                own.reset(layer.weight)
-        # Our hook drops stale operands, so it must run before the hooks of FSDP, which gather.
-        hooks: Any = self._state.root._forward_pre_hooks
-        for key in [k for k, hook in hooks.items() if hook == self._state.before_forward]:
-            hooks.move_to_end(key, last=False)
+        shard_setup.prepare(self._state, self.layers)
 
     @property
     def _rows(self) -> Rows:

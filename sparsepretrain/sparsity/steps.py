@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sparsepretrain.errors import SparsePretrainWarning
 from sparsepretrain.kernels import (
     pack_rows,
     packed_flip_count,
@@ -23,6 +21,7 @@ from sparsepretrain.sparsity.layers import SparseLayer
 from sparsepretrain.sparsity.method import Method
 from sparsepretrain.sparsity.model_state import ModelState
 from sparsepretrain.sparsity.operand_table import Row
+from sparsepretrain.sparsity.rounding import warn_if_decay_is_lost
 
 J = Row().J
 """The gradient as it is, dW."""
@@ -102,16 +101,7 @@ class Steps:
             method.adjust_gradient_(grad, weight, mask, 1.0 if scale is None else scale)
             if before is not None:
                 self._checked_rounding = True
-                share = lost_decay(before, grad, weight, mask)
-                if share > 0.5:
-                    warnings.warn(
-                        f"masked decay changes only {1 - share:.0%} of the masked gradients of "
-                        f"layer {name!r}: {share:.0%} is lost to rounding in "
-                        f"{str(weight.dtype).removeprefix('torch.')}; keep fp32 parameters and "
-                        "autocast",
-                        SparsePretrainWarning,
-                        stacklevel=5,
-                    )
+                warn_if_decay_is_lost(name, before, grad, weight, mask)
 
     @torch.no_grad()
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -189,15 +179,3 @@ def _adjusts(method: Method) -> bool:
     if not method.phase.training:
         return False
     return method.phase.row.J != J or type(method).adjust_weight_ is not Method.adjust_weight_
-
-
-def lost_decay(before: Tensor, after: Tensor, weight: Tensor, mask: Tensor) -> float:
-    """Return the share of masked entries of a layer whose decay is lost to rounding.
-
-    Args:
-        before, after: tensor that the decay is applied to, a gradient or the weight itself.
-        weight: decayed weight; zeros are ignored.
-        mask: bool; entries that it keeps are ignored.
-    """
-    lost = (after == before) & ~mask & (weight != 0)
-    return float(lost.sum() / (~mask).sum().clamp(min=1))

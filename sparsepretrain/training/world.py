@@ -76,14 +76,23 @@ class World(Ranks):
         return sharding.whole(tensor)
 
     def rows(self, tensor: Tensor) -> Tensor | RowSlice | None:
-        """Return what this rank saves of a tensor: its rows, all of it, or None."""
+        """Return what this rank saves of a tensor: its rows, all of it, or None.
+
+        Of several replicas of a shard the first one saves it.
+        """
+        if self.size == 1:
+            return tensor
+        from torch.distributed.tensor import DTensor
+
         from sparsepretrain.sparsity import sharding
 
-        found = sharding.own_rows(tensor)
-        if found is None:
+        if not isinstance(tensor, DTensor):
             return tensor if self.is_main else None
-        first, local = found
-        return RowSlice(local, first) if len(local) else None
+        rows, place = sharding.ShardedRows("a tensor", tensor), tensor.device_mesh.get_coordinate()
+        copies = zip(place or (), tensor.placements, strict=True)
+        is_first = not any(index and kind.is_replicate() for index, kind in copies)
+        local = sharding.plain(tensor).detach()
+        return RowSlice(local, rows.first) if is_first and len(local) else None
 
     def part(self, tensor: Tensor | Stored, like: Tensor) -> Tensor:
         """Return the own shard of ``tensor``, sharded like ``like``, or all of it."""

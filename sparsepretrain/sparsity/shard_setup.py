@@ -1,0 +1,77 @@
+"""Prepare sparse layers for ``fully_shard``, and connect them to their shards afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.sparsity import attachments
+from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK
+from sparsepretrain.sparsity.layers import SparseLayer
+from sparsepretrain.sparsity.model_state import ModelState
+from sparsepretrain.sparsity.sharding import MasterShard, PreparedRows, ShardedRows
+
+ORDER = "sparsify, prepare_sharding, fully_shard, the optimizer, attach"
+
+
+def prepare(state: ModelState, layers: Mapping[str, SparseLayer]) -> None:
+    """Wrap weights before ``fully_shard``; see :meth:`Sparsifier.prepare_sharding`."""
+    prepared = next(iter(layers.values())).sparsity.rows.is_sharded
+    if prepared or attachments.attached_optimizer(state):
+        done = "prepared for sharding" if prepared else "attached"
+        raise ConfigError(f"the sparsifier is {done} already: the order is {ORDER}")
+    if state.precision is not None:
+        name = state.label.partition(" ")[0]
+        raise ConfigError(f"{name} does not go with sharding: leave precision out")
+    # without sync: the counters of a model on the meta device have no values to read
+    method = state.method
+    if method.differentiable:
+        raise ConfigError(
+            f"{method.options.name} does not go with sharding: FSDP gathers A(W) without the graph "
+            "of its projection; use DistributedDataParallel"
+        )
+    if state.backend is not None and state.backend.name != "auto":
+        raise ConfigError(
+            f"backend={state.backend.name} does not go with sharding: use auto or emulate"
+        )
+    for name, layer in layers.items():
+        if isinstance(layer.weight, DTensor):
+            raise ConfigError(f"the weight of {name!r} is sharded already: the order is {ORDER}")
+    for layer in layers.values():
+        weight = layer.weight
+        shard = MasterShard(weight.detach().contiguous())
+        layer.weight = nn.Parameter(shard, weight.requires_grad)
+        layer.sparsity.rows = PreparedRows()
+        layer.sparsity.choose_products(weight.device)
+
+
+def bind(state: ModelState, layers: Mapping[str, SparseLayer]) -> None:
+    """Connect each layer to its shard after ``fully_shard``, and shard its buffers."""
+    found = {}
+    for name, layer in layers.items():
+        weight = layer.weight
+        if not isinstance(weight, DTensor):
+            raise ConfigError(
+                f"the weight of {name!r} was prepared and is not sharded: the order is {ORDER}"
+            )
+        found[name] = ShardedRows(name, weight)
+    if len({own.group for own in found.values()}) > 1:
+        raise ConfigError("sparse layers are sharded over different processes: use one mesh")
+    for name, layer in layers.items():
+        own = layer.sparsity
+        if isinstance(own.rows, ShardedRows):
+            continue
+        own.rows = found[name]
+        found[name].shard_buffers(own, PREVIOUS_MASK)
+        own.cache.clear()
+        if own.reset_due:
+            own.reset_due = False
+            own.reset(layer.weight)
+    # Our hook drops stale operands, so it must run before the hooks of FSDP, which gather.
+    hooks: Any = state.root._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if hook == state.before_forward]:
+        hooks.move_to_end(key, last=False)
