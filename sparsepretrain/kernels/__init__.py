@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # what type checkers know; at run time nothing needs to be li
     from sparsepretrain.kernels.common import *
     from sparsepretrain.kernels.fp8 import *
     from sparsepretrain.kernels.glu import *
+    from sparsepretrain.kernels.groups4 import *
     from sparsepretrain.kernels.hardware import *
     from sparsepretrain.kernels.keys import *
     from sparsepretrain.kernels.masks import *

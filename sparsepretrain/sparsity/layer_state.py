@@ -14,14 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.kernels import (
-    ClockKey,
-    NoiseKey,
-    noise_key,
-    pack_rows,
-    unpack_rows,
-    unpacked,
-)
+from sparsepretrain.kernels import ClockKey, NoiseKey, noise_key, pack_rows, unpack_rows, unpacked
 from sparsepretrain.kernels.common import widen
 from sparsepretrain.kernels.keys import AnyKey
 from sparsepretrain.sparsity.backend import LayerProducts, LayerSize

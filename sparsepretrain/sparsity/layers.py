@@ -24,13 +24,7 @@ from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.loading import LoadableLayer
 from sparsepretrain.sparsity.method import title
 from sparsepretrain.sparsity.operand_table import DGRAD, WGRAD, G, X
-from sparsepretrain.sparsity.products import (
-    Estimate,
-    Matmul,
-    Operands,
-    Prepared,
-    Products,
-)
+from sparsepretrain.sparsity.products import Estimate, Matmul, Operands, Prepared, Products
 
 
 class SparseProducts(torch.autograd.Function):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple,
 
 from sparsepretrain import kernels
 from sparsepretrain.errors import Problems
+from sparsepretrain.sparsity.finetuning import FineTuning
 from sparsepretrain.sparsity.operand_table import Operand, Row
 from sparsepretrain.sparsity.schedule import Phase, Schedule, Window
 
@@ -90,20 +91,6 @@ class Layer(Protocol):
 
     def __getattr__(self, name: str) -> Any:
         """Return a tensor of :meth:`Method.initial_state`."""
-
-
-class FineTuning(NamedTuple):
-    """Rules for fine-tuning checkpoints of a method."""
-
-    method: str | None = None
-    """Method to fine-tune with; None: the same one."""
-    options: Mapping[str, Any] = MappingProxyType({})
-    """Options that change when a checkpoint is fine-tuned with this method."""
-    same: tuple[str, ...] = ()
-    """Options, in addition to pattern and targets, that change the function computed from stored
-    weights."""
-    zero: str | None = None
-    """Option that must be 0 in the new run; dots separate nested options."""
 
 
 class Method:

@@ -39,9 +39,8 @@ class ModelState:
         self.clock = Clock(device)
         self.micro_batches = MicroBatches(self.clock, self._has_gradient, self.sync)
         self.compared_at = 0  # completed steps at the last comparison of masks
-        self.flips: Tensor | None = (
-            None  # of the last comparison, (layers,); None: none since a load
-        )
+        self.flips: Tensor | None = None
+        """Flips of the last comparison, (layers,); None: none since a load."""
         self.flip_interval = 1  # steps between the two masks of the last comparison
         self.left_meta = False  # the buffer left the meta device and has no values yet
         self.baseline_due = False  # weights were replaced: compare masks before the next step
@@ -169,11 +168,10 @@ class ModelState:
 
     def reshard(self) -> None:
         """Let FSDP drop gathered operands, which belong to other weights or another phase."""
-        if not self.example.sparsity.rows.is_sharded:
-            return
-        from sparsepretrain.sparsity import sharding
-
-        sharding.reshard(self.root)
+        if self.example.sparsity.rows.is_sharded:
+            for module in self.root.modules():
+                if hasattr(module, "set_reshard_after_forward"):
+                    module.reshard()  # type: ignore[operator]
 
 
 def _checksum(values: list[int]) -> int:

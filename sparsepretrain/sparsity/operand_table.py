@@ -18,7 +18,7 @@ class Operand(NamedTuple):
         return f"{self.text} {':'.join(map(str, self.pattern))}" if self.pattern else self.text
 
 
-W, X, G = Operand("W"), Operand("X"), Operand("G")  # unchanged
+W, X, G, DW = Operand("W"), Operand("X"), Operand("G"), Operand("dW")  # unchanged
 MVUE = Operand("MVUE(G)", (2, 4), "tokens")  # an unbiased estimate (arXiv:2203.10991)
 
 
@@ -31,7 +31,7 @@ class Row(NamedTuple):
     Xw: Operand = X  # input of wgrad
     P: Operand = G  # output gradient of dgrad
     U: Operand = G  # output gradient of wgrad
-    J: Operand = Operand("dW")  # gradient that the optimizer receives
+    J: Operand = DW  # gradient that the optimizer receives
 
     @property
     def products(self) -> dict[str, tuple[Operand, ...]]:

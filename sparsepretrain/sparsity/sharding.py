@@ -300,10 +300,3 @@ def part_of(whole: Any, like: Tensor) -> Tensor:
         return all_rows
     rows = ShardedRows("a parameter", like)
     return rows.wrap(rows.mine(whole).to(like.device))
-
-
-def reshard(root: nn.Module) -> None:
-    """Drop gathered operands, so that the next forward gathers again."""
-    for module in root.modules():
-        if hasattr(module, "set_reshard_after_forward"):
-            module.reshard()  # type: ignore[operator]

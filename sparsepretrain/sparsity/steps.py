@@ -10,21 +10,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sparsepretrain.kernels import (
-    pack_rows,
-    packed_flip_count,
-    unpacked,
-)
+from sparsepretrain.kernels import pack_rows, packed_flip_count, unpacked
 from sparsepretrain.optim._initialization import creates_state, forget_step
 from sparsepretrain.sparsity import attachments
 from sparsepretrain.sparsity.layers import SparseLayer
 from sparsepretrain.sparsity.method import Method
 from sparsepretrain.sparsity.model_state import ModelState
-from sparsepretrain.sparsity.operand_table import Row
+from sparsepretrain.sparsity.operand_table import DW
 from sparsepretrain.sparsity.rounding import warn_if_decay_is_lost
-
-J = Row().J
-"""The gradient as it is, dW."""
 
 
 class Steps:
@@ -84,7 +77,7 @@ class Steps:
         method = self.state.method
         if not _adjusts(method):
             return
-        on_gradient = method.phase.row.J != J
+        on_gradient = method.phase.row.J != DW
         # fused optimizers unscale inside their kernel, so the decay has to be scaled too
         scale = getattr(optimizer, "grad_scale", None)
         for name, layer in self.layers.items():
@@ -178,4 +171,4 @@ def _adjusts(method: Method) -> bool:
     """Return True if the method changes gradients, or else weights, in the present phase."""
     if not method.phase.training:
         return False
-    return method.phase.row.J != J or type(method).adjust_weight_ is not Method.adjust_weight_
+    return method.phase.row.J != DW or type(method).adjust_weight_ is not Method.adjust_weight_

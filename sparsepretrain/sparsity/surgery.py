@@ -26,7 +26,7 @@ from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.layers import SparseLayer
 from sparsepretrain.sparsity.method import Method, MethodOptions, title
 from sparsepretrain.sparsity.model_state import ModelState
-from sparsepretrain.sparsity.operand_table import Row
+from sparsepretrain.sparsity.operand_table import DW
 from sparsepretrain.sparsity.selection import check_shapes, select_layers
 from sparsepretrain.sparsity.sparsifier import Sparsifier
 
@@ -128,7 +128,7 @@ def sparsify_with(
         reason = f": sparse from step {method.schedule.start} on, but there are {total_steps} steps"
         raise ConfigError([("window.start", reason)])
     overrides = cls.adjust_gradient_ is not Method.adjust_gradient_
-    if overrides and method.sparse_row.J == Row().J and not hasattr(options, "decay"):
+    if overrides and method.sparse_row.J == DW and not hasattr(options, "decay"):
         raise ConfigError(
             f"method {options.name}: adjust_gradient_ would never run, as sparse_row has J = dW: "
             "name what the optimizer receives, such as J=Operand('M∘dW')"

@@ -1,4 +1,4 @@
-"""Decide from loss and gradient norm if a step may change the weights."""
+"""Decide from loss and gradient norm if a step may change the weights, and check the weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
+from torch import nn
+
 from sparsepretrain.errors import DivergedError
+from sparsepretrain.training.world import World
 
 MAX_SKIPS = 10
 """Skipped steps in a row after which ``guard=skip`` and ``guard=spike`` give up."""
@@ -110,6 +114,32 @@ class Guard:
             self._losses.extend(state["losses"])
             self._norms.extend(state["norms"])
             self._sparse = state["sparse"]
+
+
+@torch.no_grad()
+def require_finite_weights(
+    model: nn.Module, parameters: list[nn.Parameter], world: World, step: int
+) -> None:
+    """Stop at a weight that is not finite, even behind a mask, where no loss ever shows it.
+
+    Args:
+        model: on this rank.
+        parameters: of the model.
+        world: of all ranks, which raise the same error.
+        step: completed steps.
+    """
+    norm = world.whole(torch.nn.utils.get_total_norm(parameters))
+    if math.isfinite(float(norm)):  # one read of the device
+        return
+    named = {k: getattr(p, "_local_tensor", p) for k, p in model.named_parameters()}
+    mine = [name for name, value in named.items() if not torch.isfinite(value).all()]
+    found = set().union(*world.gather(mine))
+    for name in (name for name in named if name in found):
+        raise DivergedError(
+            f"step {step}: {name} holds weights that are not finite (a mask may hide them from the "
+            "loss); they are not saved. Continue from the checkpoint before, with a lower optim.lr "
+            "or clip"
+        )
 
 
 def _far_above(window: deque[float], value: float) -> bool:

@@ -6,7 +6,6 @@ pre-hook -> optimizer -> refresh and flip count, inside its post-hook.
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from sparsepretrain.errors import DataError, DivergedError
 from sparsepretrain.tasks import Batch
+from sparsepretrain.training.guard import require_finite_weights
 from sparsepretrain.training.precision import autocast
 from sparsepretrain.training.schedules import learning_rate
 from sparsepretrain.training.session import Session
@@ -47,7 +47,7 @@ def run_steps(
         if t.step and (stopping is not None or _due(run.checkpoint.every, t)):
             if t.last is not None:
                 _take_in(t, t.last)
-            require_finite_weights(t)
+            require_finite_weights(t.model, t.parameters, t.world, t.step)
             share_statistics(t)
             save()
         if stopping is not None or t.step >= t.end:
@@ -56,7 +56,7 @@ def run_steps(
         layers = bool(run.log.layers_every) and t.step % run.log.layers_every == 0
         if _logs(t) or step.event:
             numbers = {"loss": step.loss, "lr": step.lr, "grad_norm": step.grad_norm}
-            require_finite_weights(t)
+            require_finite_weights(t.model, t.parameters, t.world, t.step)
             line = {"step": t.step, "tokens": t.tokens, **numbers}
             for observer in t.observers:
                 line |= observer.at_log(t, per_layer=layers)
@@ -173,23 +173,6 @@ def _judge(t: Session, step: Step, loss: float, grad_norm: float) -> bool:
         scaled=t.scaler.is_enabled(),
         culprits=culprits,
     )
-
-
-@torch.no_grad()
-def require_finite_weights(t: Session) -> None:
-    """Stop at a weight that is not finite, even behind a mask, where no loss ever shows it."""
-    norm = t.world.whole(torch.nn.utils.get_total_norm(t.parameters))
-    if math.isfinite(float(norm)):  # one read of the device
-        return
-    named = {k: getattr(p, "_local_tensor", p) for k, p in t.model.named_parameters()}
-    mine = [name for name, value in named.items() if not torch.isfinite(value).all()]
-    found = set().union(*t.world.gather(mine))
-    for name in (name for name in named if name in found):
-        raise DivergedError(
-            f"step {t.step}: {name} holds weights that are not finite (a mask may hide them "
-            "from the loss); they are not saved. Continue from the checkpoint before, with a "
-            "lower optim.lr or clip"
-        )
 
 
 def _step_if_finite(optimizer: Any, step: Step, before: Step | None) -> None:

@@ -8,7 +8,8 @@ from typing import Literal
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import Method, MethodOptions, Operand, Row
-from sparsepretrain.sparsity.method import FineTuning, Problems, Tensor
+from sparsepretrain.sparsity.finetuning import FineTuning
+from sparsepretrain.sparsity.method import Problems, Tensor
 from sparsepretrain.sparsity.operand_table import X
 
 

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import Method, MethodOptions, Operand, Phase, Projection, Row
-from sparsepretrain.sparsity.method import FineTuning, Layer, Tensor
+from sparsepretrain.sparsity.finetuning import FineTuning
+from sparsepretrain.sparsity.method import Layer, Tensor
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import MethodOptions, Operand, Phase, Projection, Row
-from sparsepretrain.sparsity.method import FineTuning, Layer, Tensor
+from sparsepretrain.sparsity.finetuning import FineTuning
+from sparsepretrain.sparsity.method import Layer, Tensor
 from sparsepretrain.sparsity.methods.ste import STE
 
 

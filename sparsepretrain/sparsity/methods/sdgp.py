@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import Method, MethodOptions, Row
-from sparsepretrain.sparsity.method import AnyKey, FineTuning, Problems, Tensor
+from sparsepretrain.sparsity.finetuning import FineTuning
+from sparsepretrain.sparsity.method import AnyKey, Problems, Tensor
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import Method, MethodOptions, Projection, Row
-from sparsepretrain.sparsity.method import FineTuning, Layer, Problems, Tensor
+from sparsepretrain.sparsity.finetuning import FineTuning
+from sparsepretrain.sparsity.method import Layer, Problems, Tensor
 from sparsepretrain.sparsity.operand_table import DGRAD, MVUE
 
 

@@ -11,7 +11,8 @@ from sparsepretrain.errors import ConfigError
 from sparsepretrain.optim.adamw import AdamWOptions
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import Method, MethodOptions, Phase, Row
-from sparsepretrain.sparsity.method import FineTuning, Optimizer, Problems
+from sparsepretrain.sparsity.finetuning import FineTuning
+from sparsepretrain.sparsity.method import Optimizer, Problems
 from sparsepretrain.sparsity.methods.srste import MaskedDecay
 from sparsepretrain.sparsity.methods.ste import STE
 
