@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -24,11 +24,20 @@ from torch.optim.optimizer import (
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 
 if TYPE_CHECKING:
+    from sparsepretrain.sparsity.layer_state import LayerState
     from sparsepretrain.sparsity.model_state import ModelState
 
-_Suspects = dict["ModelState", tuple[Any, int]]
 
-living: WeakSet[Any] = WeakSet()  # all sparse layers of the process, copies included
+class Layer(Protocol):
+    """Parts of a sparse layer that an optimizer step involves."""
+
+    weight: Tensor
+    sparsity: LayerState
+
+
+_Suspects = dict["ModelState", tuple[Layer, int]]
+
+living: WeakSet[Layer] = WeakSet()  # all sparse layers of the process, copies included
 stepping: WeakSet[ModelState] = WeakSet()  # models whose attached optimizer is inside its step
 _attached: WeakKeyDictionary[ModelState, tuple[ref[Optimizer], tuple[Any, ...]]] = (
     WeakKeyDictionary()
@@ -40,11 +49,11 @@ _checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 _suspects: WeakKeyDictionary[Optimizer, _Suspects] = WeakKeyDictionary()
 _released: WeakSet[Optimizer] = WeakSet()  # carried the hooks of a model that was densified
 # sparse layer with a frozen weight -> a few values of the weight at its last evaluation
-frozen_values: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
+frozen_values: WeakKeyDictionary[Layer, Tensor] = WeakKeyDictionary()
 _global_hooks: list[Any] = []
 
 
-def watch(layer: Any) -> None:
+def watch(layer: Layer) -> None:
     """Check every optimizer step that updates this sparse layer."""
     if not _global_hooks:
         _global_hooks.append(register_optimizer_step_pre_hook(_before))
@@ -54,7 +63,7 @@ def watch(layer: Any) -> None:
 
 
 @torch.no_grad()
-def warn_if_frozen_changed(layer: Any) -> None:
+def warn_if_frozen_changed(layer: Layer) -> None:
     """Warn if a frozen weight differs from the last evaluation, as after peft's ``merge``.
 
     Writes through ``weight.data`` change neither version nor address of the tensor, so 16 values of
@@ -91,7 +100,7 @@ def unwrapped(optimizer: Any) -> Optimizer:
     return optimizer
 
 
-def holder_of(layers: Mapping[str, Any], optimizers: Iterable[Any]) -> Optimizer:
+def holder_of(layers: Mapping[str, Layer], optimizers: Iterable[Any]) -> Optimizer:
     """Return the optimizer that holds the weights of sparse ``layers``, without its wrappers.
 
     Frozen weights need no optimizer; if all are frozen, the first one is returned.

@@ -59,6 +59,13 @@ def sparse_class(cls: type[nn.Module]) -> type[SparseLayer] | None:
     return _made[cls]
 
 
+def replacement_of(layer: nn.Module) -> type[SparseLayer]:
+    """Return the sparse version of the class of a layer that has one."""
+    cls = sparse_class(type(layer))
+    assert cls is not None
+    return cls
+
+
 def layer_family(cls: type[nn.Module]) -> type[nn.Module] | None:
     """Return nn.Linear, nn.Conv2d or transformers' Conv1D if ``cls`` is a subclass, or None."""
     for c in cls.__mro__:
@@ -88,7 +95,8 @@ def dense_weights(module: nn.Module) -> dict[str, Tensor]:
 
 def _blank(replaced: type[nn.Module]) -> SparseLayer:
     """Return an empty layer to unpickle or copy into."""
-    cls: Any = sparse_class(replaced)
+    cls = sparse_class(replaced)
+    assert cls is not None
     layer: SparseLayer = cls.__new__(cls)
     attachments.watch(layer)
     return layer

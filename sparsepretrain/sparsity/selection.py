@@ -13,7 +13,12 @@ from torch import nn
 
 from sparsepretrain import registry
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
-from sparsepretrain.sparsity.layer_classes import dense_weights, layer_family, sparse_class
+from sparsepretrain.sparsity.layer_classes import (
+    dense_weights,
+    layer_family,
+    replacement_of,
+    sparse_class,
+)
 from sparsepretrain.sparsity.layers import SparseLayer
 from sparsepretrain.sparsity.loading import is_dtensor
 from sparsepretrain.sparsity.method import Method
@@ -128,10 +133,10 @@ def check_shapes(layers: dict[str, Any], method: Method) -> None:
         if torch.nn.parameter.is_lazy(layer.weight):
             problems.append(f"layer {name!r} has no shape yet: run one forward before sparsify")
             continue
-        cls: Any = sparse_class(type(layer))
+        inputs = replacement_of(layer).in_dim
         convolution, groups = isinstance(layer, nn.Conv2d), getattr(layer, "groups", 1)
         kind = ("channels" if convolution else "features") + " / groups" * (groups > 1)
-        sizes = layer.weight.shape[cls.in_dim], layer.weight.shape[1 - cls.in_dim] // groups
+        sizes = layer.weight.shape[inputs], layer.weight.shape[1 - inputs] // groups
         for axis, size, multiple in zip(("in", "out"), sizes, method.multiples[::-1], strict=True):
             if size % multiple:
                 problem = f"{axis}_{kind} = {size} is not a multiple of {multiple}"

@@ -21,7 +21,7 @@ from sparsepretrain.sparsity.backend import (
     backend_of,
     precision_of,
 )
-from sparsepretrain.sparsity.layer_classes import sparse_class
+from sparsepretrain.sparsity.layer_classes import replacement_of
 from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.layers import SparseLayer
 from sparsepretrain.sparsity.method import Method, MethodOptions, title
@@ -99,9 +99,9 @@ def sparsify(
     if problems:
         raise ConfigError(problems)
 
-    cls: Any = registry.get("method", method)
+    cls: type[Method] = registry.get("method", method)
     given = {"name": method, "n": n, "m": m, "targets": list(targets), **options}
-    chosen = build(cls.Options, given)
+    chosen: MethodOptions = build(cls.Options, given)
     rest: Any = {"total_steps": total_steps, "backend": backend, "precision": precision}
     return sparsify_with(model, chosen, targets=targets, exclude=exclude, seed=seed, **rest)
 
@@ -122,8 +122,8 @@ def sparsify_with(
     ``targets`` are globs. They replace ``options.targets``, which may have aliases such as ``ffn``.
     """
     formats, chooser = precision_of(precision), backend_of(backend)
-    cls: Any = registry.get("method", options.name)
-    method: Method = cls(options, total_steps)
+    cls: type[Method] = registry.get("method", options.name)
+    method = cls(options, total_steps)
     if total_steps is not None and method.schedule.start >= total_steps:
         reason = f": sparse from step {method.schedule.start} on, but there are {total_steps} steps"
         raise ConfigError([("window.start", reason)])
@@ -141,8 +141,8 @@ def sparsify_with(
     trains_on = torch.device("cuda", torch.cuda.current_device()) if later else device
     products = []
     for layer in layers.values():
-        cls = sparse_class(type(layer))
-        size = LayerSize(tuple(layer.weight.shape), cls.in_dim, trains_on)
+        replacement = replacement_of(layer)
+        size = LayerSize(tuple(layer.weight.shape), replacement.in_dim, trains_on)
         products.append(LayerProducts(method, formats, chooser, size))
     if formats is not None:
         formats.require(chosen.simulated for chosen in products)
@@ -151,13 +151,13 @@ def sparsify_with(
     state = ModelState(model, method, formats, chooser, seed, device)
     first = sum(isinstance(module, SparseLayer) for module in model.modules())
     for index, (name, layer) in enumerate(layers.items(), first):
-        cls = sparse_class(type(layer))
+        replacement = replacement_of(layer)
         if layer.weight.requires_grad or state.example is None:
             state.example = layer
         with torch.no_grad():
-            own = LayerState(state, name, index, layer.weight.detach(), cls.in_dim)
+            own = LayerState(state, name, index, layer.weight.detach(), replacement.in_dim)
         # the object stays: references, hooks and second names keep working
-        layer.__class__ = cls
+        layer.__class__ = replacement
         layer.add_module("sparsity", own)
         attachments.watch(layer)
     return Sparsifier(state)

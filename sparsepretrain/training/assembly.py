@@ -25,10 +25,12 @@ from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import compilation
 from sparsepretrain.training.batches import TrainingBatches
+from sparsepretrain.training.ema import EMA
 from sparsepretrain.training.gradients import gradients
 from sparsepretrain.training.guard import Guard
 from sparsepretrain.training.identity import weights_hash
-from sparsepretrain.training.observers import EMA, FlipObserver
+from sparsepretrain.training.observer import Probe
+from sparsepretrain.training.observers import Averaging, FlipObserver
 from sparsepretrain.training.precision import Options, compute_dtype, fp8_formats, set_numerics
 from sparsepretrain.training.recomputation import recompute_blocks
 from sparsepretrain.training.session import Session
@@ -116,7 +118,7 @@ def build_session(
         ),
         gradients=gradients(run.parallel, task, forward_model, world),
         guard=Guard(run.guard),
-        observers=[FlipObserver(sparsifier), *([] if ema is None else [ema])],
+        observers=[FlipObserver(sparsifier), *([] if ema is None else [Averaging()])],
         ema=ema,
         on_progress=console.progress,
         initial_weights=initial_weights,
@@ -124,7 +126,7 @@ def build_session(
     if inputs:
         sparsifier.choose_products(inputs, count)
     for name, options in run.probe.items():
-        probe: Any = registry.get("probe", name)
+        probe: type[Probe[Session]] = registry.get("probe", name)
         session.observers.append(probe(options, session))
     return session
 

@@ -20,6 +20,7 @@ from sparsepretrain.models.pretrained import Pretrained, PretrainedOptions
 from sparsepretrain.runs import weights
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.weights import WeightSource
+from sparsepretrain.sparsity import Method
 from sparsepretrain.tracking.console import Console
 
 DECIDED = ("model", "sparsity", "optim", "schedule", "experiment", "steps", "epochs", "eval")
@@ -121,7 +122,7 @@ def _take_on(source: WeightSource, parsed: Overrides) -> dict[str, Any]:
         if not any(key == "plugins" for key, _ in parsed.values):
             registry.require_imported(source.config.get("plugins"), source.path)
         settings |= _from_run(source.config, parsed)
-    method: Any = registry.get("method", parsed.choices["sparsity"])
+    method: type[Method] = registry.get("method", parsed.choices["sparsity"])
     settings |= {f"sparsity.{key}": value for key, value in method.finetuning.options.items()}
     _put_first(parsed, settings)
     if parsed.errors:
@@ -163,7 +164,7 @@ def _from_run(config: dict[str, Any], parsed: Overrides) -> dict[str, Any]:
         if "data" not in parsed.choices:
             parsed.blocks["data"] = config["data"]
     before = config["sparsity"]
-    source: Any = registry.get("method", before["name"])
+    source: type[Method] = registry.get("method", before["name"])
     chosen = parsed.choices.get("sparsity", source.finetuning.method or before["name"])
     parsed.choices["sparsity"] = chosen
     settings |= {f"sparsity.{key}": before[key] for key in ("n", "m", "targets")}

@@ -27,8 +27,8 @@ from sparsepretrain.sparsity import densify
 from sparsepretrain.tracking.console import Console, significant
 from sparsepretrain.training import derive, validation
 from sparsepretrain.training.assembly import build_session
+from sparsepretrain.training.ema import put
 from sparsepretrain.training.hardware import environment
-from sparsepretrain.training.observers import put
 from sparsepretrain.training.session import Session
 from sparsepretrain.training.session_state import averages
 

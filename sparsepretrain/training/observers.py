@@ -3,25 +3,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.training.observer import Observer
+from sparsepretrain.training.session import Session
 from sparsepretrain.training.step import Step
 
-AVERAGED = "ema_"
-"""Prefix of metrics of the averaged weights."""
 
-
-class Throughput(Observer):
+class Throughput(Observer[Session]):
     """Items per second and share of time spent waiting for data, since the previous line.
 
     Evaluations and checkpoints are excluded.
@@ -35,15 +28,15 @@ class Throughput(Observer):
         self._started = self._seconds = self._waited = 0.0
         self._items = 0
 
-    def before_step(self, session: Any) -> None:
+    def before_step(self, session: Session) -> None:
         self._started = time.perf_counter()
 
-    def after_step(self, session: Any, step: Step) -> None:
+    def after_step(self, session: Session, step: Step) -> None:
         self._seconds += time.perf_counter() - self._started
         self._waited += step.waited
         self._items += step.items
 
-    def at_log(self, session: Any, *, per_layer: bool) -> dict[str, Any]:
+    def at_log(self, session: Session, *, per_layer: bool) -> dict[str, Any]:
         rate = self._items / self._seconds
         result = {"tokens_per_second": rate, "data_wait": self._waited / self._seconds}
         if self._peak_items is not None:
@@ -52,7 +45,7 @@ class Throughput(Observer):
         return result
 
 
-class FlipObserver(Observer):
+class FlipObserver(Observer[Session]):
     """Metrics of the sparse weights; a flip rate is the mean since the last logged one.
 
     Flips are summed on the device and read only when a line is logged. There are two sums: one per
@@ -70,15 +63,15 @@ class FlipObserver(Observer):
         self._sums = torch.zeros(2, len(weights), dtype=torch.int64, device=device)
         self._compared = [0, 0]
 
-    def after_step(self, session: Any, step: Step) -> None:
+    def after_step(self, session: Session, step: Step) -> None:
         """Add the flips of this step, if masks were compared, without waiting for the device."""
         flips = session.sparsifier.flips
         if session.updated and flips is not None:
             self._sums += flips
             self._compared = [count + 1 for count in self._compared]
 
-    def at_log(self, session: Any, *, per_layer: bool) -> dict[str, Any]:
-        sparsifier: Sparsifier = session.sparsifier
+    def at_log(self, session: Session, *, per_layer: bool) -> dict[str, Any]:
+        sparsifier = session.sparsifier
         values, sums = sparsifier.metrics_with(self._sums, per_layer=per_layer)
         last = {key: values.pop(key) for key in list(values) if key.startswith("flip_")}
         values |= self._rates(*sums, per_layer=per_layer)
@@ -111,61 +104,9 @@ class FlipObserver(Observer):
         self._compared = list(state["compared"])
 
 
-class EMA(Observer):
-    """Exponential moving average of all parameters, updated once per optimizer step.
+class Averaging(Observer[Session]):
+    """Average in the weights after each update."""
 
-    After t updates the average is Σ dᵗ⁻ⁱ wᵢ / Σ dᵗ⁻ⁱ. The initial weights have no part in it, so
-    short runs need no warm-up of the decay. After a few times 1/(1 - d) steps this is the average
-    with constant decay of DeiT's recipe (timm's ModelEma, d = 0.99996); timm's own warm-up,
-    1 - (1 + t)^(-2/3), would not reach that decay in DeiT's 300 epochs.
-
-    Master weights are averaged; buffers (BatchNorm statistics, scales and masks of the method) are
-    those of the model. Evaluation projects the average, whose mask was never trained with, so the
-    headline metrics of a run use its own weights.
-    """
-
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self.decay = decay
-        self.updates = 0
-        self._parameters = dict(model.named_parameters())
-        self.averages = {k: p.detach().clone() for k, p in self._parameters.items()}
-
-    def after_step(self, session: Any, step: Step) -> None:
-        if session.updated:
-            self.update()
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Average in the weights after an optimizer step."""
-        self.updates += 1
-        # the share of the newest weights, (1 - d) / (1 - dᵗ), without cancellation for d near 1
-        share = (1 - self.decay) / -math.expm1(self.updates * math.log(self.decay))
-        averages, parameters = list(self.averages.values()), list(self._parameters.values())
-        get_ema_multi_avg_fn(1 - share)(tuple(averages), tuple(parameters), self.updates)
-
-    @contextlib.contextmanager
-    def applied(self, sparsifier: Sparsifier) -> Iterator[None]:
-        """Put the averages into the model; restore the trained weights bit for bit on exit."""
-        trained = {name: p.detach().clone() for name, p in self._parameters.items()}
-        try:
-            put(self._parameters, self.averages, sparsifier)
-            yield
-        finally:
-            put(self._parameters, trained, sparsifier)
-
-    @torch.no_grad()
-    def load(self, averages: dict[str, Tensor], updates: int) -> None:
-        """Restore averages after ``updates`` updates."""
-        for name, average in self.averages.items():
-            average.copy_(averages[name])
-        self.updates = updates
-
-
-@torch.no_grad()
-def put(
-    parameters: dict[str, nn.Parameter], values: dict[str, Tensor], sparsifier: Sparsifier
-) -> None:
-    """Copy weights into a model and project again."""
-    for name, parameter in parameters.items():
-        parameter.copy_(values[name])
-    sparsifier.refresh()
+    def after_step(self, session: Session, step: Step) -> None:
+        if session.updated and session.ema is not None:
+            session.ema.update()

@@ -16,10 +16,10 @@ from sparsepretrain.errors import CheckpointError
 from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.tasks import Task
 from sparsepretrain.training.batches import TrainingBatches
+from sparsepretrain.training.ema import EMA
 from sparsepretrain.training.gradients import Gradients
 from sparsepretrain.training.guard import Guard
 from sparsepretrain.training.observer import Observer
-from sparsepretrain.training.observers import EMA
 from sparsepretrain.training.signals import StopSignals
 from sparsepretrain.training.step import Step
 from sparsepretrain.training.world import World
@@ -42,7 +42,7 @@ class Session:
     gradients: Gradients
     """Loss of training micro-batches, and the reduction of their gradients."""
     guard: Guard
-    observers: list[Observer]
+    observers: list[Observer[Session]]
     """Called around every step, in this order; more can be added."""
     compiled: str = "none"
     """Compiled part of the model; see :func:`compilation.mode_of`."""

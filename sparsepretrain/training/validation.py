@@ -14,7 +14,7 @@ from sparsepretrain.data.preparation import Progress
 from sparsepretrain.tasks import Batch, Observation, read
 from sparsepretrain.training.batches import Request, split_requests, stream
 from sparsepretrain.training.compilation import eager
-from sparsepretrain.training.observers import AVERAGED
+from sparsepretrain.training.ema import AVERAGED
 from sparsepretrain.training.precision import autocast, compute_dtype
 from sparsepretrain.training.session import Session
 from sparsepretrain.training.step import ENDS

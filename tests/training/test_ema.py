@@ -8,7 +8,7 @@ import torch
 from tiny_runs import assert_equal_bits, final_state, metrics
 
 from sparsepretrain.training import loop, validation
-from sparsepretrain.training.observers import EMA
+from sparsepretrain.training.ema import EMA
 
 
 def weights(t):

@@ -26,7 +26,7 @@ class DescentOptions(ProbeOptions):
 
 
 @register("probe", "descent")
-class Descent(Probe):
+class Descent(Probe["Session"]):
     """Changes of the loss of a step's own batch along the update ΔW that the optimizer made of it.
 
     ``predicted``: ⟨∇L, ΔW⟩ with the gradient that the backward gave, straight through and, where
@@ -65,8 +65,8 @@ class Descent(Probe):
         phase = session.sparsifier.method.phase
         if before is None or not session.updated or before["phase"] != phase:
             return
+        from sparsepretrain.training.ema import put
         from sparsepretrain.training.loop import training_loss
-        from sparsepretrain.training.observers import put
 
         parameters = dict(session.model.named_parameters())
         after = {name: p.detach().clone() for name, p in parameters.items()}

@@ -28,7 +28,7 @@ class EstimatorOptions(ProbeOptions):
 
 
 @register("probe", "estimator")
-class Estimator(Probe):
+class Estimator(Probe["Session"]):
     """Estimated dW and dX of one layer in the first micro-batch against the exact ones.
 
     The layer is another one each time. With the mean ĝ of R estimates of g and their variance s²

@@ -28,7 +28,7 @@ class LifetimeOptions(ProbeOptions):
 
 
 @register("probe", "lifetime")
-class Lifetime(Probe):
+class Lifetime(Probe["Session"]):
     """Masks as they are compared, step by step; a line has what happened since the line before.
 
     ``deaths``, ``births``, ``resurrections``: entries that a mask drops, takes up, takes up again,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @register("probe", "scale")
-class Scale(Probe):
+class Scale(Probe["Session"]):
     """Scales of layers with a β: ``beta/<layer>`` and ``best/<layer>`` = argmin_b ‖W - b·S(W)‖².
 
     Both are those after the step; methods without a scale have no lines.
