@@ -118,7 +118,7 @@ class Method:
     phase: Phase = Phase()
     """Phase of the next step (:func:`enter`)."""
 
-    def __init__(self, options: Any, total_steps: int | None = None) -> None:
+    def __init__(self, options: MethodOptions, total_steps: int | None = None) -> None:
         self.options = options
         self.schedule = Schedule(options.window, total_steps, getattr(options, "refresh", 1))
         self.scalars = dict(self.scalars)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from sparsepretrain.config.groups import DataParallel, FullySharded, Parallel
 from sparsepretrain.tasks import Batch, Task
 from sparsepretrain.training.world import World
 
@@ -138,14 +139,16 @@ class Tree(Gradients):
         self._used.zero_()
 
 
-def gradients(parallel: Any, task: Task, model: nn.Module, world: World) -> Gradients:
+def gradients(
+    parallel: Parallel | DataParallel | FullySharded, task: Task, model: nn.Module, world: World
+) -> Gradients:
     """Build the reduction of the group ``parallel`` for a sparse and perhaps sharded model."""
     loss = Loss(task, model)
-    if getattr(parallel, "reduction", "fast") == "tree":
+    if not isinstance(parallel, FullySharded) and parallel.reduction == "tree":
         return Tree(loss, world)
     if world.size == 1:
         return Gradients(loss, world)
-    if parallel.name == "fsdp":
+    if isinstance(parallel, FullySharded):
         return Sharded(loss, world, reduce_each=parallel.reduce_each)
     return Summed(loss, world)
 

@@ -41,6 +41,7 @@ class Act24(Method):
     """
 
     Options = Act24Options
+    options: Act24Options
     summary = "2:4 activations by magnitude: along in-features (fprop), along tokens (wgrad)"
     paper = "arXiv:2503.16672 (slot only)"
     finetuning = FineTuning("dense")

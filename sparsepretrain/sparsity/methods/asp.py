@@ -46,11 +46,12 @@ class ASP(StoredMask):
     """
 
     Options = ASPOptions
+    options: ASPOptions
     summary = "magnitude mask once, at a chosen step; kept from then on"
     paper = "arXiv:2104.08378"
     finetuning = FineTuning(options={"at": 0.0}, zero="at")
 
-    def __init__(self, options: Any, total_steps: int | None = None) -> None:
+    def __init__(self, options: ASPOptions, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
         self._at = self.schedule.begin_of(options.at, "at")
 

@@ -34,6 +34,7 @@ class BiMask(MaskedDecay):
     """dX uses a second mask that is 2:4 along out_features after a permutation of the rows."""
 
     Options = BiMaskOptions
+    options: BiMaskOptions
     summary = "forward and backward masks, rows permuted for the backward one"
     paper = "arXiv:2302.06058 (ICML 2023)"
     layer_kinds = ("linear", "convolution")  # the permutation mixes rows of all groups

@@ -35,6 +35,7 @@ class DenseMethod(Method):
     """
 
     Options = DenseOptions
+    options: DenseOptions
     summary = "ordinary layers; logs the flips of the masks it would have"
     paper = "–"
 

@@ -36,11 +36,12 @@ class MDGF(STE):
     """
 
     Options = MDGFOptions
+    options: MDGFOptions
     summary = "pruned weights are scaled by d, which decays from 1 to 0"
     paper = "arXiv:2402.04744"
     finetuning = FineTuning("ste", zero="until")
 
-    def __init__(self, options: Any, total_steps: int | None = None) -> None:
+    def __init__(self, options: MDGFOptions, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
         self._until = self.schedule.begin_of(options.until, "until")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import MethodOptions, Operand, Phase, Row
@@ -36,11 +36,12 @@ class SDGF(STE):
     """
 
     Options = SDGFOptions
+    options: SDGFOptions
     summary = "STE with a pattern that tightens from (m-1):m to n:m"
     paper = "arXiv:2402.04744"
     finetuning = FineTuning("ste", zero="until")
 
-    def __init__(self, options: Any, total_steps: int | None = None) -> None:
+    def __init__(self, options: SDGFOptions, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
         self.stages = stages(options.n, options.m)
         self._until = self.schedule.begin_of(options.until, "until")

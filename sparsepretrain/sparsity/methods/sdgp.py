@@ -36,6 +36,7 @@ class SDGP(Method):
     """dX = N:M(G)·W; the forward and the weight gradient stay dense."""
 
     Options = SDGPOptions
+    options: SDGPOptions
     summary = "prunes the output gradient of dgrad only"
     paper = "arXiv:2202.00774 (ICPR 2022)"
     finetuning = FineTuning("dense")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
@@ -46,12 +46,13 @@ class SLoPe(StoredMask):
     """
 
     Options = SLoPeOptions
+    options: SLoPeOptions
     summary = "fixed mask; dgrad uses the weight pruned a second time; late adapters"
     paper = "arXiv:2405.16325 (ICLR 2025)"
     finetuning = FineTuning(same=("adapters.rank",), zero="adapters.rank")
     """With adapters, fine-tuning starts from the evaluated weights, into which they are folded."""
 
-    def __init__(self, options: Any, total_steps: int | None = None) -> None:
+    def __init__(self, options: SLoPeOptions, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
         self.needs_whole = "start" if options.mask == "random" else False
         if options.adapters.rank:

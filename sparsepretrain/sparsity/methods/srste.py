@@ -29,7 +29,9 @@ class MaskedDecay(Method):
     arXiv:2407.20584), which the published SR-STE and T-SR-STE do not have.
     """
 
-    def __init__(self, options: Any, total_steps: int | None = None) -> None:
+    options: Any  # they have `decay`, and of some methods `decay_ramp`
+
+    def __init__(self, options: MethodOptions, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
         ramp = getattr(options, "decay_ramp", 0.0)
         self._ramp_steps = self.schedule.steps_of(ramp, "decay_ramp")
@@ -63,6 +65,7 @@ class SRSTE(MaskedDecay, STE):
     """STE with masked decay, added once per optimizer step after clipping."""
 
     Options = SRSTEOptions
+    options: SRSTEOptions
     summary = "STE plus masked decay λ on pruned weights"
     paper = "arXiv:2102.04010 (ICLR 2021)"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
@@ -41,12 +41,13 @@ class SSTE(Method):
     """Y = X·(β·S(W))ᵀ; the gradient passes straight through, no decay, no mask state."""
 
     Options = SSTEOptions
+    options: SSTEOptions
     summary = "soft threshold, frozen scale β, MVUE on the weight gradient"
     paper = "arXiv:2409.09099 (NeurIPS 2024)"
     finetuning = FineTuning(options={"mvue": "none"}, same=("gamma", "beta"))
     """S-STE, Table 6, and the authors' code fine-tune without MVUE."""
 
-    def __init__(self, options: Any, total_steps: int | None = None) -> None:
+    def __init__(self, options: SSTEOptions, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
         self.needs_whole = options.mvue == "weight" or options.beta_update == "step"
 

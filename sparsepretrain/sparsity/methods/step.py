@@ -46,13 +46,14 @@ class STEP(MaskedDecay, STE):
     """Two phases that the optimizer decides; evaluation is N:M in both."""
 
     Options = STEPOptions
+    options: STEPOptions
     summary = "dense until AutoSwitch, then STE with a frozen second moment"
     paper = "arXiv:2302.01172 (ICML 2023)"
     finetuning = FineTuning("ste")
     scalars: Mapping[str, int] = MappingProxyType({"trains_dense": 1})
     """trains_dense: 1 until AutoSwitch has switched."""
 
-    def __init__(self, options: Any, total_steps: int | None = None) -> None:
+    def __init__(self, options: STEPOptions, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
         self._watched: dict[str, float] = {}
         if total_steps is not None:  # else the optimizer of the caller has its own bounds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
@@ -52,12 +52,13 @@ class TSRSTE(MaskedDecay, StoredMask):
     """One mask for W and Wᵀ, refreshed every few steps, so that all three products are sparse."""
 
     Options = TSRSTEOptions
+    options: TSRSTEOptions
     summary = "transposable mask every 40 steps, masked decay, MVUE, dense tail"
     paper = "arXiv:2404.01847 (ICML 2024)"
     finetuning = FineTuning("dense", {"mvue": "none"}, same=("dense_tail",))
     """S-STE, Table 6, and the authors' code fine-tune without MVUE."""
 
-    def __init__(self, options: Any, total_steps: int | None = None) -> None:
+    def __init__(self, options: TSRSTEOptions, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
         self.schedule.stop_at(1 - options.dense_tail, "dense_tail")
 
