@@ -9,13 +9,11 @@ from __future__ import annotations
 import argparse
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
-from itertools import pairwise
+from dataclasses import fields
 from pathlib import Path
-from types import UnionType
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar
 
-from sparsepretrain.errors import ConfigError, SparsePretrainError
+from sparsepretrain.errors import SparsePretrainError
 
 
 class UsageError(SparsePretrainError):
@@ -33,15 +31,6 @@ class Verb(ABC):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:  # noqa: B027 - none by default
         """Add arguments to ``parser``; may replace its ``description``."""
-
-    def words(self, before: list[str], current: str) -> list[str]:
-        """Return completion candidates other than flags and choices of arguments.
-
-        Args:
-            before: words after the verb.
-            current: word at the cursor; candidates with another prefix are dropped.
-        """
-        return []
 
     @abstractmethod
     def run(self, args: argparse.Namespace) -> int:
@@ -66,17 +55,6 @@ class ConfiguredVerb(Verb):
             "overrides", nargs="*", metavar="KEY=VALUE", help=f"group=option or key=value{own}"
         )
         add_config_dir(parser)
-
-    def words(self, before: list[str], current: str) -> list[str]:
-        """Return groups, options, keys and values of the configuration typed so far."""
-        if current[:1] == "-":
-            return []
-        key, equals, _ = current.partition("=")
-        hints = get_type_hints(self.settings) if self.settings else {}
-        own = (
-            [f"{key}={v}" for v in _values(hints.get(key))] if equals else [f"{k}=" for k in hints]
-        )
-        return [*own, *_override_words(before, current)]
 
 
 def add_config_dir(parser: argparse.ArgumentParser) -> None:
@@ -142,51 +120,3 @@ def seeds(text: str) -> Any:
         return read_seeds(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _override_words(typed: list[str], current: str) -> list[str]:
-    """Return ``group=`` and ``key=`` of the configuration, or the values of a key."""
-    from sparsepretrain.config.compose import compose
-    from sparsepretrain.config.freeze import flat
-    from sparsepretrain.config.places import catalog
-
-    directories = [Path(b) for a, b in pairwise(typed) if a == "--config-dir"]
-    groups = catalog(directories)
-    group, equals, _ = current.partition("=")
-    if group in groups and equals:
-        return [f"{group}={option}" for option in groups[group]]
-    overrides = [word for word in typed if "=" in word and not word.startswith("-")]
-    try:
-        plain = compose(overrides, directories)
-    except ConfigError:
-        plain = compose((), directories)
-    if equals:
-        return [f"{group}={value}" for value in _values_of(plain, group)]
-    return [f"{word}=" for word in (*groups, *flat(plain)) if word != "experiment"]
-
-
-def _values(hint: Any) -> list[str]:
-    """Return the values of an enumerable type: Literal, bool, None, or a union of them."""
-    if hint is bool:
-        return ["true", "false"]
-    if hint is type(None):
-        return ["null"]
-    if get_origin(hint) is Literal:
-        return [str(word) for word in get_args(hint)]
-    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
-    return [value for part in parts for value in _values(part)]
-
-
-def _values_of(plain: dict[str, Any], key: str) -> list[str]:
-    from sparsepretrain.config.groups import GROUPS, REGISTERED, key_of, options_of
-    from sparsepretrain.config.schema import Run
-
-    head, *rest = key.split(".")
-    hint: Any = Run
-    if rest and head in {*GROUPS, *REGISTERED}:
-        hint = options_of(head, plain[head][key_of(head)])
-    else:
-        rest = [head, *rest]
-    for part in rest:
-        hint = get_type_hints(hint).get(part) if is_dataclass(hint) else None
-    return _values(hint)

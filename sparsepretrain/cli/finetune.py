@@ -27,13 +27,6 @@ class Finetune(Train):
         super().add_arguments(parser)
         parser.epilog = EXAMPLES
 
-    def words(self, before: list[str], current: str) -> list[str]:
-        """Return recipes for ``task=`` too."""
-        from sparsepretrain.config.places import catalog
-
-        recipes = catalog()["finetune"] if current.startswith("task=") else ()
-        return [*(f"task={name}" for name in recipes), *super().words(before, current)]
-
     def run(self, args: argparse.Namespace) -> int:
         from sparsepretrain.tracking.console import Console
         from sparsepretrain.training import derive

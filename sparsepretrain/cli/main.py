@@ -43,7 +43,7 @@ exit codes:
 
 ORDER = (
     *("train", "finetune", "eval", "reproduce", "prepare", "sweep", "methods", "configs"),
-    *("doctor", "report", "export", "completion"),
+    *("doctor", "report", "export"),
 )
 """Verbs in the order of the help; those of plug-ins follow."""
 
@@ -127,13 +127,12 @@ def parser(name: str) -> Parser:
 
 
 def _dispatch(argv: list[str]) -> int:
-    if argv[:1] == ["__complete"]:
-        return _complete(argv[1:])
     if argv[:1] == [WORKER]:
         from sparsepretrain.training.launch import work
 
         return work(*argv[1:])
-    name, rest, plugins = _sorted(argv)
+    plugins = [word for word in argv if word.startswith("plugins=")]
+    name, *rest = [word for word in argv if word not in plugins] or [""]
     if name in ("-V", "--version"):
         print(f"sparsepretrain {__version__}")
         return 0
@@ -162,13 +161,6 @@ def _dispatch(argv: list[str]) -> int:
     return verb.run(args)
 
 
-def _sorted(words: Sequence[str]) -> tuple[str, list[str], list[str]]:
-    """Return the verb or an empty string, the other words, and ``plugins=[…]``."""
-    plugins = [word for word in words if word.startswith("plugins=")]
-    name, *rest = [word for word in words if word not in plugins] or [""]
-    return name, rest, plugins
-
-
 def _verb(name: str) -> Verb:
     verb = registry.get("verb", name)
     if not issubclass(verb, Verb):
@@ -191,26 +183,6 @@ def _help() -> str:
     width = max(map(len, found)) + 2
     lines = [f"  {name:<{width}}{verb.summary}" for name, verb in found.items()]
     return HELP.format(verbs="\n".join(lines))
-
-
-def _complete(words: list[str]) -> int:
-    """Print completion candidates for the last of ``words``."""
-    *before, current = words or [""]
-    name, rest, plugins = _sorted(before)
-    if name not in registry.built_in("verb"):
-        _load_plugins(plugins)
-    found: list[str] = []
-    if not name:
-        found = [*verbs(), "--help", "--version"]
-    elif name in registry.names("verb"):
-        actions = parser(name)._actions
-        found = [flag for action in actions for flag in action.option_strings if flag[:2] == "--"]
-        asked: tuple[list[str], ...] = ([], rest[-1:])  # arguments, and the flag before
-        found += [c for a in actions if a.option_strings[-1:] in asked for c in a.choices or ()]
-        found += _verb(name).words([*rest, *plugins], current)
-    matching = [word for word in found if word.startswith(current)]
-    print("\n".join(matching), end="\n" if matching else "")
-    return 0
 
 
 def _complain(text: str) -> None:

@@ -27,11 +27,6 @@ class Report(Verb):
         table.add_argument("--from-record", action="store_true", help=text)
         add_config_dir(parser)
 
-    def words(self, before: list[str], current: str) -> list[str]:
-        from sparsepretrain.config.tables import names
-
-        return [] if current[:1] == "-" else list(names())
-
     def run(self, args: argparse.Namespace) -> int:
         from sparsepretrain.config.cells import Selection
         from sparsepretrain.config.tables import names

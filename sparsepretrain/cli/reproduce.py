@@ -76,13 +76,6 @@ class Reproduce(StudyVerb):
         text = "print the tables: cells, what is published, minutes at nano scale"
         parser.add_argument("--list", action="store_true", help=text)
 
-    def words(self, before: list[str], current: str) -> list[str]:
-        """Return tables first, then overrides."""
-        from sparsepretrain.config.tables import names
-
-        found = names()
-        return [*(() if set(before) & set(found) else found), *super().words(before, current)]
-
     def run(self, args: argparse.Namespace) -> int:
         from sparsepretrain.config.cells import Selection, seeds_text
         from sparsepretrain.config.compose import shell_line

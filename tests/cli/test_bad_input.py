@@ -220,8 +220,6 @@ def verbs() -> list[tuple[list[str], list[str]]]:
         (["trian"], ["unknown verb 'trian' (did you mean 'train'?)"]),
         (["seed=1"], ["sparsepretrain train seed=1"]),
         (["--versio"], ["'--versio'"]),
-        (["completion"], ["shell"]),
-        (["completion", "tcsh"], ["tcsh", "bash"]),
         (["report"], ["RUN"]),
         (["report", "a", "--ot", "b"], ["'--ot' (did you mean '--out'?)"]),
         (["doctor", "model=gpt2_nano"], ["sparsepretrain train model=gpt2_nano --dry-run"]),

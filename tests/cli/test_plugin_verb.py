@@ -28,9 +28,6 @@ class Greet(Verb):
         parser.add_argument("name", choices=["you", "me"])
         parser.add_argument("settings", nargs="*")
 
-    def words(self, before, current):
-        return ["times=", "greeting="]
-
     def run(self, args):
         settings = read_settings(Settings, args.settings)
         print(" ".join([settings.greeting] * settings.times), args.name)
@@ -75,15 +72,11 @@ def test_plugin_verb_runs_if_named(plugin, capsys):
     assert call(capsys, "count-keys", plugin) == (0, "1\n"), "plug-ins are part of a configuration"
 
 
-def test_help_and_completion_list_a_named_plugin_verb(plugin, capsys):
+def test_help_lists_a_named_plugin_verb(plugin, capsys):
     code, text = call(capsys, "--help", plugin)
     assert code == 0 and "  greet       say something\n" in text
     code, text = call(capsys, "greet", "--help", plugin)
     assert code == 0 and "usage: sparsepretrain greet" in text and "{you,me}" in text
-    assert call(capsys, "__complete", plugin, "gr") == (0, "greet\n")
-    words = "--help\nyou\nme\ntimes=\ngreeting=\n"
-    assert call(capsys, "__complete", "greet", plugin, "") == (0, words)
-    assert "sparsity=sste" in call(capsys, "__complete", "count-keys", plugin, "sparsity=ss")[1]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from sparsepretrain.training import derive
 # tables list commands of full runs; tests/reports renders their pages
 SHELL = [b for f in DOCUMENTS if f.parent.name != "tables" for b in blocks(f, "sh")]
 PYTHON = [b for f in DOCUMENTS for b in blocks(f, "python")]
-RUN = ("train", "eval", "prepare", "methods", "configs", "report", "completion")
+RUN = ("train", "eval", "prepare", "methods", "configs", "report")
 """Verbs to run; for other verbs only arguments are checked."""
 PROGRAMS = ("sparsepretrain", "make", "pip", "python", "lm_eval", "wandb")
 """Programs that a shell block may call."""
