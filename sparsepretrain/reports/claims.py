@@ -56,11 +56,17 @@ class Difference:
             return 1.0
         return float(2 * special.stdtr(self.n - 1, -abs(self.mean - shift) / self._error))
 
-    def sign(self, level: float = ALPHA, shift: float = 0.0) -> int:
-        """Return -1 or 1 if the mean is below or above ``shift`` at ``level``, else 0."""
-        if self.n < SEEDS or self.p(shift) >= level:
-            return 0
-        return 1 if self.mean > shift else -1
+    def below(self, shift: float = 0.0) -> float:
+        """Return the two-sided p of a mean below ``shift``; 1 if it is above, or for few seeds."""
+        return self.p(shift) if self.n >= SEEDS and self.mean < shift else 1.0
+
+    def above(self, shift: float = 0.0) -> float:
+        """Return the two-sided p of a mean above ``shift``; 1 if it is below, or for few seeds."""
+        return self.p(shift) if self.n >= SEEDS and self.mean > shift else 1.0
+
+    def sign(self, level: float = ALPHA) -> int:
+        """Return -1 or 1 if the mean is below or above zero at ``level``, else 0."""
+        return int(self.above() < level) - int(self.below() < level)
 
     def outside(self, margin: float) -> float:
         """Return the larger p of two one-sided tests for a mean beyond ± ``margin``."""
@@ -75,15 +81,6 @@ class Difference:
             return math.nan, math.nan
         half = float(special.stdtrit(self.n - 1, 0.975)) * self._error
         return self.mean - half, self.mean + half
-
-    def detectable(self) -> float:
-        """Return the smallest true difference that :meth:`sign` detects with power 80 %."""
-        if self.n < 2 or self.flat:
-            return math.nan
-        n = max(self.n, SEEDS)  # fewer seeds decide nothing
-        sizes = [1.01**k for k in range(-700, 500)]  # 0.001 to 145 standard deviations
-        k = bisect_left(sizes, POWER, key=lambda size: _power(n, size, ALPHA / 2))
-        return sizes[k] * self.sd
 
     def seeds_to_decide(self, margin: float | None = None, level: float = ALPHA) -> int | None:
         """Return the number of seeds that decides with power 80 % at the measured mean and spread.
@@ -213,17 +210,10 @@ def _below(claim: Claim, groups: list[list[_Series]], better: str | None) -> Rul
             pairs = [(terms[0], other) for other in terms[1:]]
             pairs = pairs if better == "lower" else [(b, a) for a, b in pairs]
         differences += [a - b for a, b in pairs]
-    signs = [difference.sign() for difference in differences]
-    if all(sign < 0 for sign in signs):
-        p = max(d.p() for d in differences)
-        return Ruling("held", _weakest(differences), differences, p)
-    # a single pair suffices to contradict
-    level = ALPHA / len(differences)
-    if against := [d for d in differences if d.sign(level) > 0]:
-        p = len(differences) * min(d.p() for d in against)
-        return Ruling("contradicted", "; ".join(map(str, against)), differences, p)
-    open_ = [d for d, sign in zip(differences, signs, strict=True) if sign >= 0]
-    return Ruling("not decided", _undecided(open_), differences)
+    held, against = [d.below() for d in differences], [d.above() for d in differences]
+    verdict, p, decisive = _all_hold(differences, held, against)
+    why = _undecided(decisive) if verdict == "not decided" else "; ".join(map(str, decisive))
+    return Ruling(verdict, why, differences, p)
 
 
 def _equal(claim: Claim, groups: list[list[_Series]], better: str | None) -> Ruling:
@@ -231,19 +221,14 @@ def _equal(claim: Claim, groups: list[list[_Series]], better: str | None) -> Rul
     margin = claim.margin
     assert margin is not None
     differences = [first - second for first, second in groups]
-    widest = max(differences, key=lambda d: d.outside(margin))
-    if widest.outside(margin) < ALPHA:
-        text = f"{widest}; within ± {margin:g}: p = {widest.outside(margin):.1g}"
-        return Ruling("held", text, differences, widest.outside(margin))
-    level = ALPHA / len(differences)
-    beyond = [d for d in differences if d.sign(level, margin) > 0 or d.sign(level, -margin) < 0]
-    if beyond:
-        text = "; ".join(map(str, beyond))
-        p = len(differences) * min(d.p(math.copysign(margin, d.mean)) for d in beyond)
-        text = f"{text}; beyond ± {margin:g}: p = {p:.1g}"
-        return Ruling("contradicted", text, differences, p)
-    open_ = [d for d in differences if d.outside(margin) >= ALPHA]
-    return Ruling("not decided", _undecided(open_, margin), differences)
+    held = [d.outside(margin) for d in differences]
+    against = [min(d.above(margin), d.below(-margin)) for d in differences]
+    verdict, p, decisive = _all_hold(differences, held, against)
+    if verdict == "not decided":
+        return Ruling(verdict, _undecided(decisive, margin), differences)
+    where = "within" if verdict == "held" else "beyond"
+    why = f"{'; '.join(map(str, decisive))}; {where} ± {margin:g}: p = {p:.1g}"
+    return Ruling(verdict, why, differences, p)
 
 
 def _not_worse(claim: Claim, groups: list[list[_Series]], better: str | None) -> Ruling:
@@ -252,41 +237,51 @@ def _not_worse(claim: Claim, groups: list[list[_Series]], better: str | None) ->
     assert margin is not None
     pairs = groups if better == "lower" else [[second, first] for first, second in groups]
     differences = [first - second for first, second in pairs]
-    # one-sided p of a mean at or beyond the margin
-    chances = [d.p(margin) / 2 if d.mean < margin else 1 - d.p(margin) / 2 for d in differences]
-    enough = all(d.n >= SEEDS for d in differences)
-    worst = max(zip(chances, differences, strict=True), key=lambda pair: pair[0])
-    if enough and worst[0] < ALPHA:
-        text = f"{worst[1]}; worse by {margin:g}: p = {worst[0]:.1g}"
-        return Ruling("held", text, differences, worst[0])
-    level = ALPHA / len(differences)
-    if against := [d for d in differences if d.sign(2 * level, margin) > 0]:
-        text = f"{'; '.join(map(str, against))}, margin {margin:g}"
-        p = len(differences) * min(d.p(margin) / 2 for d in against)
-        return Ruling("contradicted", text, differences, p)
-    open_ = [d for p, d in zip(chances, differences, strict=True) if p >= ALPHA or d.n < SEEDS]
-    shifted = [Difference(d.label, [v - margin for v in d.values]) for d in open_]
-    return Ruling("not decided", f"minus the margin: {_undecided(shifted)}", differences)
+    held = [d.below(margin) / 2 for d in differences]  # one-sided
+    against = [d.above(margin) / 2 for d in differences]
+    verdict, p, decisive = _all_hold(differences, held, against)
+    if verdict == "not decided":
+        shifted = [Difference(d.label, [v - margin for v in d.values]) for d in decisive]
+        return Ruling(verdict, f"minus the margin: {_undecided(shifted)}", differences)
+    why = "; ".join(map(str, decisive))
+    why += f"; worse by {margin:g}: p = {p:.1g}" if verdict == "held" else f", margin {margin:g}"
+    return Ruling(verdict, why, differences, p)
 
 
 def _count(claim: Claim, groups: list[list[_Series]], better: str | None) -> Ruling:
     """Judge count: in more than half of all runs the first is below the second (binomial test)."""
     differences = [first - second for first, second in groups]
-    texts, ps, signs = [], [], []
+    texts, held, against = [], [], []
     for d in differences:
         below = sum(value < 0 for value in d.values)
         test = binomtest(below, d.n) if d.n else None
         low, high = test.proportion_ci() if test is not None else (0.0, 1.0)
-        ps.append(float(test.pvalue) if test is not None else 1.0)
-        share = f"share [{low:.2f}, {high:.2f}], p = {ps[-1]:.1g}"
+        p = float(test.pvalue) if test is not None else 1.0
+        share = f"share [{low:.2f}, {high:.2f}], p = {p:.1g}"
         texts.append(f"{d.label}: below 0 in {below} of {d.n} runs, {share}")
-        signs.append(1 if 2 * below > d.n else -1)
-    if all(p < ALPHA and sign > 0 for p, sign in zip(ps, signs, strict=True)):
-        return Ruling("held", "; ".join(texts), differences, max(ps))
-    level = ALPHA / len(differences)
-    if against := [p for p, sign in zip(ps, signs, strict=True) if p < level and sign < 0]:
-        return Ruling("contradicted", "; ".join(texts), differences, len(ps) * min(against))
-    return Ruling("not decided", "; ".join(texts), differences)
+        held.append(p if 2 * below > d.n else 1.0)
+        against.append(p if 2 * below <= d.n else 1.0)
+    verdict, p, _ = _all_hold(differences, held, against)
+    return Ruling(verdict, "; ".join(texts), differences, p)
+
+
+def _all_hold(
+    differences: list[Difference], held: Sequence[float], against: Sequence[float]
+) -> tuple[Verdict, float, list[Difference]]:
+    """Return the verdict on a claim of which every difference must hold, and its p.
+
+    ``held``, ``against``: p of each difference for the claim and against it. The last value is the
+    weakest difference of a claim that held, those against it, or those that are not decided.
+    """
+    weakest = max(held)
+    if weakest < ALPHA:
+        return "held", weakest, [differences[held.index(weakest)]]
+    # a single difference suffices to contradict
+    level = ALPHA / len(against)
+    if min(against) < level:
+        beyond = [d for d, p in zip(differences, against, strict=True) if p < level]
+        return "contradicted", len(against) * min(against), beyond
+    return "not decided", 1.0, [d for d, p in zip(differences, held, strict=True) if p >= ALPHA]
 
 
 def _crossing(claim: Claim, groups: list[list[_Series]], better: str | None) -> Ruling:

@@ -136,9 +136,6 @@ def _measured(page: Page, results: TableResults, table: Table, mark: str) -> Non
         page.lines += [f"{mark} {_capital(metric.label)}", "", *_numbers(results, table, key), ""]
     if table.scaling:
         page.lines += [f"{mark} Scaling law", "", *scaling.section(results, table), ""]
-    power = [line for key in table.metrics if (line := _power(results, table, key, rulings))]
-    if power:
-        page.lines += [f"{mark} Detectable differences", "", *power, ""]
     page.lines += [f"{mark} Pairing", "", *_pairing(results), ""]
     if table.settings:
         at_paper = results.scale == "paper"
@@ -375,40 +372,6 @@ def _mean(d: Difference, digits: int, sign: str = "") -> str:
         digits = 1 - math.floor(math.log10(scale))  # two significant digits
     text = "" if math.isnan(low) else f" ± {half:.{digits}f}"
     return f"{d.mean:{sign}.{digits}f}{text}"
-
-
-def _power(
-    results: TableResults,
-    table: Table,
-    key: str,
-    rulings: Sequence[tuple[tables.Claim, Ruling]],
-) -> str:
-    """Return the range of smallest detectable differences."""
-    values, first = results.compared(key, table), next(iter(table.metrics))
-    if not values:
-        return ""
-    if table.baseline:
-        differences = [
-            claims.difference(values, row, column, table.baseline)
-            for row in table.rows
-            for column in table.columns or [""]
-            if row != table.baseline
-        ]
-    else:
-        judged = [ruling for claim, ruling in rulings if (claim.metric or first) == key]
-        differences = [d for ruling in judged for d in ruling.differences]
-    known = [(size, d) for d in differences if not math.isnan(size := d.detectable())]
-    known.sort(key=lambda pair: pair[0])
-    label = _capital(table.metrics[key].label)
-    if reference := table.metrics[key].percent_of:
-        label += f" (% of {reference})"
-    if not known:
-        return f"- {label}: unknown without a spread over seeds."
-    n = max(d.n for d in differences)
-    few = "" if n >= claims.SEEDS else f" {n} seeds are too few; with {claims.SEEDS}:"
-    (least, a), (most, b) = known[0], known[-1]
-    span = f"{least:.2g} ({a.label})" + (f" to {most:.2g} ({b.label})" if b is not a else "")
-    return f"- {label}:{few} {span}, at p < {claims.ALPHA:g} with power {claims.POWER:.0%}."
 
 
 def _pairing(results: TableResults) -> list[str]:

@@ -80,14 +80,7 @@ def test_false_positive_rate_at_the_edge_of_a_claim_is_one_percent(means, claim)
 
 
 def test_power_is_as_stated():
-    random = np.random.default_rng(1)
-    size = 1000
-    for n in (5, 12):
-        detectable = Difference("x", np.linspace(-1, 1, n)).detectable()
-        sd = float(np.std(np.linspace(-1, 1, n), ddof=1))
-        draws = random.normal(detectable, sd, (size, n))
-        power = np.mean([Difference("x", d).sign() == 1 for d in draws])
-        assert power == pytest.approx(0.8, abs=0.04)
+    random, size = np.random.default_rng(1), 1000
     known = Difference("x", np.array([0.2, 1.8, 0.2, 1.8, 1.0, 1.0]))
     needed = known.seeds_to_decide()
     draws = random.normal(known.mean, known.sd, (size, needed))
