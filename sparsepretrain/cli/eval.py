@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from sparsepretrain.cli._verb import ConfiguredVerb, read_settings
 from sparsepretrain.errors import ConfigError
@@ -25,8 +25,6 @@ class Settings:
 
     split: Literal["validation", "test"] = "validation"
     """Split of the data; training data is augmented and thus not a measure."""
-    average: Annotated[int, "≥ 1"] = 1
-    """Number of last checkpoints whose weights are averaged."""
     weights: Literal["sparse", "dense"] = "sparse"
     """sparse: as the method evaluates; dense: after densify, as exported."""
     out: str | None = None
@@ -35,7 +33,7 @@ class Settings:
 
 @register("verb", "eval")
 class Eval(ConfiguredVerb):
-    summary = "metrics of a checkpoint on a whole split; sparse or densified, averaged"
+    summary = "metrics of a checkpoint on a whole split; sparse or densified"
     settings = Settings
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -62,7 +60,6 @@ class Eval(ConfiguredVerb):
             overrides,
             args.config_dir,
             split=settings.split,
-            average=settings.average,
             dense=settings.weights == "dense",
             out=out,
             console=console,

@@ -76,23 +76,6 @@ def find(path: str | Path, warn: Callable[[str], None] = lambda line: None) -> W
     return WeightSource(found.path, found, found.config())
 
 
-def latest(source: WeightSource, count: int) -> list[Checkpoint]:
-    """Return the checkpoint and the ``count - 1`` intact ones before it, oldest first."""
-    if source.checkpoint is None or source.run is None:
-        raise CheckpointError(f"{source.path} is not in a run directory: no others to average with")
-    found = [source.checkpoint]
-    for path in sorted(source.run.checkpoints.glob("step_*"), reverse=True):
-        if len(found) < count and path.name < source.checkpoint.path.name:
-            found += [other for other in [Checkpoint(path)] if other.problem(("model",)) is None]
-    if len(found) < count:
-        raise CheckpointError(
-            f"{source.run} has {len(found)} whole checkpoint(s) up to step {source.step}, not "
-            f"{count}: lower average, or train with checkpoint.keep_last={count} and a "
-            "checkpoint.every that saves enough"
-        )
-    return found[::-1]
-
-
 def _require_on_hub(repository: str) -> None:
     from huggingface_hub import hf_hub_download
 

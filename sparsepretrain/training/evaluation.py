@@ -9,8 +9,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from sparsepretrain.data.tokenizer import tokenizer
 from sparsepretrain.errors import (
     CheckpointError,
@@ -21,7 +19,6 @@ from sparsepretrain.errors import (
     reason,
 )
 from sparsepretrain.runs import weights
-from sparsepretrain.runs.checkpoint import Checkpoint
 from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.sparsity import densify
 from sparsepretrain.tracking.console import Console, significant
@@ -39,7 +36,6 @@ def evaluate_checkpoint(
     config_dirs: Sequence[Path] = (),
     *,
     split: str = "validation",
-    average: int = 1,
     dense: bool = False,
     out: Path | None = None,
     console: Console | None = None,
@@ -50,7 +46,6 @@ def evaluate_checkpoint(
         path: see :func:`weights.find`.
         overrides, config_dirs: see :func:`derive.evaluated`.
         split: validation or test; training data is augmented, mixed or cut.
-        average: number of checkpoints whose weights are averaged; ``path`` is the last one.
         dense: densify the model first: plain layers that hold the weights evaluation uses.
         out: file that the result is appended to; None: ``eval.jsonl`` of the run directory, if any.
         console: prints the result; one on the standard output by default.
@@ -61,14 +56,13 @@ def evaluate_checkpoint(
     console = console or Console()
     source = weights.find(path, console.warn)
     run = derive.evaluated(source, overrides, config_dirs)
-    averaged = weights.latest(source, average) if average > 1 else []
     t = build_session(
         run, console, splits=(split,), initial=source if source.config is None else None
     )
     samples = t.task.samples(split)
     if not samples:
         raise DataError(f"the {split} split of {run.data.name} is empty: choose another")
-    _load_weights(t, source, averaged, console)
+    _load_weights(t, source, console)
     proof = t.sparsifier.prove()
     if dense:
         densify(t.model)
@@ -76,9 +70,8 @@ def evaluate_checkpoint(
     metrics = validation.evaluate(t, split, None, final=True)
     assert metrics is not None
     step = "" if source.step is None else f", step {source.step:,}"
-    mean_of = f", mean of the last {average}" if average > 1 else ""
     rows = [
-        ("checkpoint", f"{source.path}{step}{mean_of}"),
+        ("checkpoint", f"{source.path}{step}"),
         (split, f"{samples:,} {t.task.sample} of {run.data.name}, every one once"),
         ("target layers", f"{len(t.sparsifier.layers)}: {proof}{', densified' * dense}"),
         *((k, significant(v) if isinstance(v, float) else str(v)) for k, v in metrics.items()),
@@ -107,7 +100,6 @@ def evaluate_checkpoint(
         "zeros": proof.zeros / proof.entries if proof.entries else None,
         "why_dense": None if proof.sparse else proof.why_dense or "a dense method",
         "densified": dense,
-        "average": average,
         "metrics": metrics,
     }
     if out is None and source.run is not None:
@@ -118,10 +110,8 @@ def evaluate_checkpoint(
     return result
 
 
-def _load_weights(
-    t: Session, source: WeightSource, averaged: list[Checkpoint], console: Console
-) -> None:
-    """Weights or their mean, the averages that the run kept, and the state of the method."""
+def _load_weights(t: Session, source: WeightSource, console: Console) -> None:
+    """Load the weights, the averages that the run kept, and the state of the method."""
     newest = source.checkpoint
     if newest is None:  # init.path has loaded them
         rows = t.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
@@ -141,27 +131,9 @@ def _load_weights(
     except RuntimeError as error:
         raise CheckpointError(f"{newest} does not fit this model: {reason(error)}") from error
     t.sparsifier.load_state_dict(newest.part("sparsifier"))
-    if averaged:
-        parameters = dict(t.model.named_parameters())
-        put(parameters, mean(averaged, list(parameters)), t.sparsifier)
-        t.ema = None
-    elif t.ema is not None:
+    if t.ema is not None:
         kept, updates = averages({key: newest.part(key) for key in ("ema", "ema_updates")}, t.model)
         t.ema.load({name: value[...] for name, value in kept.items()}, updates)
-
-
-def mean(checkpoints: Sequence[Checkpoint], names: Sequence[str]) -> dict[str, Tensor]:
-    """Means of the parameters ``names`` over checkpoints, summed in fp64.
-
-    Of master weights: what a method makes of them is made of the mean.
-    """
-    totals: dict[str, Tensor] = {}
-    for checkpoint in checkpoints:  # one at a time in memory
-        state = checkpoint.part("model")
-        for name in names:
-            value = state[name].double()
-            totals[name] = totals[name].add_(value) if name in totals else value
-    return {name: total / len(checkpoints) for name, total in totals.items()}
 
 
 def append(result: dict[str, Any], file: Path) -> None:

@@ -32,17 +32,6 @@ def test_single_checkpoints_are_found(run, tmp_path):
     copy = tmp_path / "kept"
     shutil.copytree(run / "checkpoints/step_00000004", copy)
     assert weights.find(copy).step == 4 and weights.find(copy).run is None
-    with pytest.raises(CheckpointError, match="no others to average"):
-        weights.latest(weights.find(copy), 2)
-
-
-def test_latest_returns_the_checkpoints_before_one(run):
-    steps = [c.step for c in weights.latest(weights.find(run), 3)]
-    assert steps == [2, 4, 6]
-    middle = weights.find(run / "checkpoints/step_00000004")
-    assert [c.step for c in weights.latest(middle, 2)] == [2, 4]
-    with pytest.raises(CheckpointError, match=r"3 whole checkpoint.* not 4"):
-        weights.latest(weights.find(run), 4)
 
 
 def test_damaged_checkpoint_is_skipped_with_a_warning(run, tmp_path):

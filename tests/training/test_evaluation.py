@@ -1,21 +1,20 @@
-"""The verb ``eval``: the same numbers as in training, averages, other data, and what it refuses."""
+"""The verb ``eval``: the same numbers as in training, other data, and what it refuses."""
 
 import io
 import json
 import math
 
 import pytest
-import torch
 from tiny_runs import Tiny, final_state, metrics
 
 from sparsepretrain.cli import main
 from sparsepretrain.data.preparation import load
 from sparsepretrain.errors import DataError, DivergedError
-from sparsepretrain.runs import checkpoint, weights
+from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.checkpoint import Checkpoint
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import trainer, validation
-from sparsepretrain.training.evaluation import evaluate_checkpoint, mean
+from sparsepretrain.training.evaluation import evaluate_checkpoint
 
 
 def evaluate(path, *overrides, **settings):
@@ -103,32 +102,11 @@ def test_earlier_checkpoint_is_evaluated(tiny, trained):
     assert (trained / "eval.jsonl").is_file()
 
 
-def test_average_equals_the_mean_of_the_weights(tiny, trained):
-    checkpoints = weights.latest(weights.find(trained), 3)
-    states = [c.part("model") for c in checkpoints]
-    t = tiny.build("checkpoint.keep_last=3", "optim.lr=0.01")
-    t.model.load_state_dict(states[-1])
-    t.sparsifier.load_state_dict(checkpoints[-1].part("sparsifier"))
-    with torch.no_grad():
-        for key, parameter in t.model.named_parameters():
-            expected = torch.stack([s[key].double() for s in states]).mean(0)
-            assert torch.equal(mean(checkpoints, [key])[key], expected)
-            parameter.copy_(expected)
-    t.sparsifier.refresh()
-    result = evaluate(trained, average=3)
-    assert result["metrics"] == whole_split(t)
-    assert result["metrics"] != evaluate(trained)["metrics"]
-    assert "mean of the last 3" in result["output"] and "2:4 in all" in result["output"]
-
-
 def test_evaluation_checks_each_file_once(trained, monkeypatch):
     read, original = [], checkpoint._sum
     monkeypatch.setattr(checkpoint, "_sum", lambda path: read.append(path.name) or original(path))
     evaluate(trained)
     assert sorted(read) == ["config.yaml", "shard-00000-model.safetensors", "state.json"]
-    read.clear()
-    evaluate(trained, average=3)
-    assert read.count("shard-00000-model.safetensors") == 3 and len(read) == 9
 
 
 def test_dense_tail_is_reported_as_dense(tiny):
@@ -136,11 +114,6 @@ def test_dense_tail_is_reported_as_dense(tiny):
     early, late = evaluate(run / "checkpoints/step_00000004"), evaluate(run)
     assert (early["weights"], late["weights"], late["pattern_holds"]) == ("dense", "dense", False)
     assert late["why_dense"] == "since step 4 (dense_tail)"
-
-
-def test_averages_over_the_step_of_pruning_are_sparse(tiny):
-    run = tiny.train("sparsity=asp", "checkpoint.keep_last=3", "sparsity.at=0.8").directory
-    assert "2:4 in all" in evaluate(run, average=3)["output"]
 
 
 def test_a_run_with_ema_is_evaluated_without_and_with_it(tiny):
@@ -158,7 +131,6 @@ def test_a_run_with_ema_is_evaluated_without_and_with_it(tiny):
     raw = whole_split(t)
     assert raw == {k: v for k, v in found.items() if not k.startswith("ema_")}
     assert evaluate(run, dense=True)["metrics"].keys() == raw.keys()
-    assert evaluate(run, average=2)["metrics"].keys() == raw.keys()
 
 
 def test_other_text_is_read_with_the_tokenizer_of_the_run(tiny, tmp_path):
@@ -216,10 +188,7 @@ def test_changed_data_or_tokenizer_is_reported(tiny, tmp_path, monkeypatch):
         (2, "split must be one of", ["RUN", "split=tset"]),
         (2, "split must be one of", ["RUN", "split=train"]),
         (2, "eval", ["RUN", "eval.batches=1"]),
-        (2, "average", ["RUN", "average=0"]),
-        (2, "average", ["RUN", "average=many"]),
         (2, "weights must be one of", ["RUN", "weights=densified"]),
-        (4, "checkpoint.keep_last=9", ["RUN", "average=9"]),
         (3, "no test split (it has train, validation)", ["RUN", "split=test"]),
         (2, "sparsity: ", ["RUN", "sparsity=ste"]),
         (2, "model.n_layer: ", ["RUN", "model.n_layer=3"]),
@@ -241,6 +210,6 @@ def test_refusals_are_one_line(tiny, trained, capsys, code, words, arguments):
 
 
 def test_eval_command_prints_metrics(tiny, trained, capsys):
-    assert main(["eval", str(trained), "weights=dense", "average=2"]) == 0
+    assert main(["eval", str(trained), "weights=dense"]) == 0
     out = capsys.readouterr().out
     assert "perplexity" in out and "densified" in out and str(trained / "eval.jsonl") in out
