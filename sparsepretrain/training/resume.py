@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator
 from pathlib import Path
 
 from sparsepretrain.config import freeze
 from sparsepretrain.config.schema import Run
-from sparsepretrain.errors import CheckpointError, ConfigError
-from sparsepretrain.runs.checkpoint import Checkpoint, newest_valid, saved
+from sparsepretrain.errors import CheckpointError
+from sparsepretrain.runs.checkpoint import Checkpoint, newest_valid
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.tracking.console import Console
 
@@ -31,34 +29,11 @@ def choose_checkpoint(
         raise CheckpointError(
             f"no checkpoint in {own} is whole: restore one, or start again with resume=never"
         )
-    if newest is None and named is None:
-        for note in _other_micro_batches(directory, run):
-            console.info(note)
     if newest is None or named is None:
         return newest or named
     # a requeued resume=PATH continues its own run
     console.info(f"this run has checkpoints of its own: {newest} is used instead of {named}")
     return newest
-
-
-def _other_micro_batches(directory: RunDirectory, run: Run) -> Iterator[str]:
-    """Yield notes on resumable runs that differ from a new run in ``batch.micro`` only."""
-    for path in sorted(directory.path.parent.glob(f"*-s{run.seed}")):
-        other = RunDirectory(path)
-        steps = saved(other.checkpoints)
-        if not steps or path == directory.path:
-            continue
-        try:
-            config = other.config()
-            micro, config["batch"]["micro"] = config["batch"]["micro"], run.batch.micro
-            alike = freeze.identity(config) == freeze.identity(run)
-        except (ConfigError, KeyError, TypeError):  # a run of another version
-            continue
-        if alike:
-            yield (
-                f"note: {other} is this run with batch.micro={micro}, at step {max(steps)}; "
-                f"to continue it, add resume={other}"
-            )
 
 
 def named_checkpoint(run: Run, console: Console) -> Checkpoint | None:
@@ -71,9 +46,7 @@ def named_checkpoint(run: Run, console: Console) -> Checkpoint | None:
     if found is None:
         raise CheckpointError(f"resume={path}: there is no whole checkpoint in it")
     if not path.is_dir():
-        close = difflib.get_close_matches(run.resume, ("auto", "never"), n=1)
-        meant = f"did you mean {close[0]}?" if close else "expected auto, never or a path"
-        raise CheckpointError(f"resume={path}: no such checkpoint; {meant}")
+        raise CheckpointError(f"resume={path}: expected auto, never or a checkpoint")
     if (problem := found.problem()) is not None:
         raise CheckpointError(f"resume={path} is damaged ({problem}): choose another")
     differences = freeze.diff(found.config(), run)

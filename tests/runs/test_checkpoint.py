@@ -546,8 +546,7 @@ def test_resume_from_another_configuration(tiny):
 
 @pytest.mark.parametrize("resume", ["nowhere", "Auto", "''", "/dev/null", "/proc"])
 def test_resume_from_a_missing_path_is_refused(tiny, resume):
-    meant = "did you mean auto" if resume == "Auto" else "resume="
-    with pytest.raises(CheckpointError, match=meant) as caught:
+    with pytest.raises(CheckpointError, match="resume=") as caught:
         tiny.train(f"resume={resume}")
     assert "\n" not in str(caught.value) and not (tiny.root / "runs").exists()
 

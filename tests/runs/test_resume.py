@@ -193,14 +193,3 @@ def test_finished_run_is_unchanged_and_resume_never_keeps_it(tiny):
     assert str(kept) in second.output
     assert first.directory.with_name(first.directory.name + ".old-2").is_dir()
     assert_same_run(kept, first.directory)
-
-
-def test_other_micro_batch_size_names_the_older_run(tiny, stop_after):
-    stop_after(3)
-    older = tiny.train("batch.micro=2").directory
-    new = tiny.train("batch.micro=4")
-    other = tiny.train("batch.micro=1", "optim.lr=0.02")
-    text = " ".join(new.output.split())
-    assert f"note: {older} " in text and "batch.micro=2, at step 3" in text
-    assert f"add resume={older}" in text
-    assert "is this run with" not in other.output
