@@ -17,7 +17,7 @@ class Prepare(ConfiguredVerb):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         super().add_arguments(parser)
         parser.add_argument(
-            "--workers", type=integer_from(1), help="processes; default: one per core"
+            "--workers", type=integer_from(1), help="threads; default: one per core"
         )
 
     def run(self, args: argparse.Namespace) -> int:

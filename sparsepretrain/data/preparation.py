@@ -10,18 +10,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import multiprocessing
 import os
 import shutil
-import signal
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -82,20 +77,12 @@ def prepare(
 
     Args:
         options: ``Options`` of a registered source.
-        workers: tokenizing processes; None: one per core, or only this process for bytes, which
-            are read faster than processes start. With more than one, a calling script needs the
-            usual ``if __name__ == "__main__"`` guard.
-        on_progress: called in this process after each shard.
+        workers: tokenizing threads; None: one per core, or one for bytes.
+        on_progress: called after each shard.
 
     Raises:
         DataError: the text cannot be found, fetched, read or tokenized, or the cache written.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        # a spawned worker re-imports the calling script and would wait for its own parent
-        raise DataError(
-            f"preparing {options.name} starts processes that import your script: put what it does "
-            "under `if __name__ == '__main__':`, or run `sparsepretrain prepare` first"
-        )
     source, directory = _locate(options)
     report = on_progress or (lambda progress: None)
     with contextlib.suppress(Damaged):
@@ -189,7 +176,7 @@ def _build(source: Source, directory: Path, workers: int | None, report: OnProgr
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Settings shared by all workers."""
+    """Settings shared by all shards."""
 
     source: Source
     tokenizer: Path | None
@@ -236,33 +223,16 @@ def _tokenize(job: _Job, shards: list[Shard], workers: int | None, report: OnPro
     done, tokens = total - sum(shard.size for shard in pending), 0
     phase = _Phase(report, "tokenizing", total, job.source.unit)
     phase(done)
-    for shard, count in _run(job, pending, min(workers, len(pending))):
-        done, tokens = done + shard.size, tokens + count
-        phase(done, tokens)
-
-
-def _run(job: _Job, shards: list[Shard], workers: int) -> Iterator[tuple[Shard, int]]:
-    """Tokenize ``shards`` and yield each with its number of tokens when finished."""
-    if workers <= 1:
-        codec = open_codec(job.tokenizer)
-        for shard in shards:
-            yield shard, _tokenize_shard(job, codec, shard)
-        return
-    # not fork: tokenizers and pyarrow have threads, and a forked lock stays locked
-    executor = ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), _start_worker, (job,)
-    )
+    codec = open_codec(job.tokenizer)
+    # threads suffice: tokenizers releases the interpreter lock
+    pool = ThreadPoolExecutor(workers)
     try:
-        futures = {executor.submit(_in_worker, shard): shard for shard in shards}
+        futures = {pool.submit(_tokenize_shard, job, codec, shard): shard for shard in pending}
         for future in as_completed(futures):
-            yield futures[future], future.result()
-    except BrokenProcessPool as error:
-        raise DataError(
-            "a worker process died while tokenizing (out of memory?): run again with fewer "
-            "--workers; finished shards are kept"
-        ) from error
+            done, tokens = done + futures[future].size, tokens + future.result()
+            phase(done, tokens)
     finally:
-        executor.shutdown(cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
 
 
 def _tokenize_shard(job: _Job, codec: Codec, shard: Shard) -> int:
@@ -273,32 +243,8 @@ def _tokenize_shard(job: _Job, codec: Codec, shard: Shard) -> int:
     for ids, (_, last) in zip(encoded, documents, strict=True):
         parts += [ids.astype(job.dtype, copy=False), end if last else end[:0]]
     tokens = np.concatenate(parts)
-    # an orphaned worker may still write a shard that another process works on: own temporary file
-    write_atomic(job.file(shard), tokens.data, tag=f".{os.getpid()}")
+    write_atomic(job.file(shard), tokens.data)
     return len(tokens)
-
-
-_worker: tuple[_Job, Codec]
-
-
-def _start_worker(job: _Job) -> None:
-    global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # or each would start a thread per core
-    _worker = job, open_codec(job.tokenizer)
-
-
-def _die_with_parent() -> None:
-    # a killed parent closes no queue: its workers would wait forever
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
-
-
-def _in_worker(shard: Shard) -> int:
-    return _tokenize_shard(*_worker, shard)
 
 
 def _merge(job: _Job, shards: list[Shard], report: OnProgress) -> Path:

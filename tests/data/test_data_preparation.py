@@ -1,3 +1,4 @@
+import itertools
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from sparsepretrain.errors import DataError, SparsePretrainWarning
 from sparsepretrain.files import cache_directory
 
 PREPARE = """
-import os, signal, sys, time, yaml, multiprocessing
+import sys, time, yaml
 from sparsepretrain import registry
 from sparsepretrain.config import strict
 from sparsepretrain.data.preparation import load, prepare
@@ -220,51 +221,25 @@ def test_killed_preparation_leaves_no_incomplete_data(
 
 def test_finished_shards_are_kept(options, corpus, monkeypatch):
     monkeypatch.setattr(_files, "SHARD_BYTES", 4000)
-    chosen = options("python_source", roots=[str(corpus)])
+    chosen, source = (
+        options("python_source", roots=[str(corpus)]),
+        registry.get("source", "python_source"),
+    )
+    calls, original = itertools.count(), source.documents
 
-    def stop(progress):
-        if progress.phase == "tokenizing" and progress.done > progress.total / 2:
+    def documents(self, shard):
+        if next(calls) >= 8:
             raise Killed
+        return original(self, shard)
 
-    with pytest.raises(Killed):
-        prepare(chosen, on_progress=stop)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(source, "documents", documents)
+        prepare(chosen)
     seen = []
     data = prepare(chosen, on_progress=seen.append)
     phase = [p for p in seen if p.phase == "tokenizing"]
     assert phase[0].done > phase[0].total / 2 and phase[0].tokens == 0
     assert 0 < phase[-1].tokens < sum(len(t) for t in data.tokens.values()) / 2
-
-
-def test_kill_9_ends_the_workers_and_preparation_continues(options, corpus, cache, monkeypatch):
-    body = """
-        def stop(progress):
-            if progress.phase == "tokenizing" and progress.done > 0:
-                print(*[p.pid for p in multiprocessing.active_children()], flush=True)
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        if __name__ == "__main__":
-            _files.SHARD_BYTES = 2000
-            prepare(options(sys.argv[1], "bpe"), workers=2, on_progress=stop)
-    """
-    process = script(body, corpus)
-    pids = process.communicate(timeout=60)[0].split()
-    assert process.returncode == -9 and pids
-    assert not [n for n in left_over(cache) if not n.endswith(".partial")]
-    deadline = time.monotonic() + 10
-    while alive := [p for p in pids if running(p)]:
-        assert time.monotonic() < deadline, f"orphans {alive}"
-        time.sleep(0.05)
-    chosen = options("python_source", roots=[str(corpus)], tokenizer="bpe", vocab_size=400)
-    monkeypatch.setattr(_files, "SHARD_BYTES", 2000)
-    data = load(chosen)
-    assert left_over(cache) == [data.directory.name]
-
-
-def running(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_two_processes_at_once_give_one_result(options, corpus, cache):

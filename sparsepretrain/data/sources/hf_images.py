@@ -34,10 +34,6 @@ class HfImages(HubSource, IndexSource):
     columns = ("image_column", "label_column")
     instead = "digits"
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Omit the open dataset: every process opens its own."""
-        return {**self.__dict__, "_opened": {}}
-
     def entries(self, shard: Shard) -> Iterator[dict[str, Any]]:
         """Yield entries with ``split``, ``row`` and ``label``, an integer from 0."""
         begin, end = shard.items
