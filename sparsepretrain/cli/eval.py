@@ -25,15 +25,13 @@ class Settings:
 
     split: Literal["validation", "test"] = "validation"
     """Split of the data; training data is augmented and thus not a measure."""
-    weights: Literal["sparse", "dense"] = "sparse"
-    """sparse: as the method evaluates; dense: after densify, as exported."""
     out: str | None = None
     """File for the JSON line instead of eval.jsonl of the run."""
 
 
 @register("verb", "eval")
 class Eval(ConfiguredVerb):
-    summary = "metrics of a checkpoint on a whole split; sparse or densified"
+    summary = "metrics of a checkpoint on a whole split"
     settings = Settings
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -60,7 +58,6 @@ class Eval(ConfiguredVerb):
             overrides,
             args.config_dir,
             split=settings.split,
-            dense=settings.weights == "dense",
             out=out,
             console=console,
         )

@@ -20,7 +20,6 @@ from sparsepretrain.errors import (
 )
 from sparsepretrain.runs import weights
 from sparsepretrain.runs.weights import WeightSource
-from sparsepretrain.sparsity import densify
 from sparsepretrain.tracking.console import Console, significant
 from sparsepretrain.training import derive, validation
 from sparsepretrain.training.assembly import build_session
@@ -36,7 +35,6 @@ def evaluate_checkpoint(
     config_dirs: Sequence[Path] = (),
     *,
     split: str = "validation",
-    dense: bool = False,
     out: Path | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
@@ -46,7 +44,6 @@ def evaluate_checkpoint(
         path: see :func:`weights.find`.
         overrides, config_dirs: see :func:`derive.evaluated`.
         split: validation or test; training data is augmented, mixed or cut.
-        dense: densify the model first: plain layers that hold the weights evaluation uses.
         out: file that the result is appended to; None: ``eval.jsonl`` of the run directory, if any.
         console: prints the result; one on the standard output by default.
 
@@ -64,16 +61,13 @@ def evaluate_checkpoint(
         raise DataError(f"the {split} split of {run.data.name} is empty: choose another")
     _load_weights(t, source, console)
     proof = t.sparsifier.prove()
-    if dense:
-        densify(t.model)
-        t.ema = None  # it would be projected by layers that are gone
     metrics = validation.evaluate(t, split, None, final=True)
     assert metrics is not None
     step = "" if source.step is None else f", step {source.step:,}"
     rows = [
         ("checkpoint", f"{source.path}{step}"),
         (split, f"{samples:,} {t.task.sample} of {run.data.name}, every one once"),
-        ("target layers", f"{len(t.sparsifier.layers)}: {proof}{', densified' * dense}"),
+        ("target layers", f"{len(t.sparsifier.layers)}: {proof}"),
         *((k, significant(v) if isinstance(v, float) else str(v)) for k, v in metrics.items()),
     ]
     console.table(f"{run.task.name}, {run.sparsity.name}", rows)
@@ -99,7 +93,6 @@ def evaluate_checkpoint(
         "pattern_holds": proof.holds,
         "zeros": proof.zeros / proof.entries if proof.entries else None,
         "why_dense": None if proof.sparse else proof.why_dense or "a dense method",
-        "densified": dense,
         "metrics": metrics,
     }
     if out is None and source.run is not None:

@@ -51,13 +51,9 @@ def test_loss_equals_that_of_the_trained_model(tiny, monkeypatch, method):
     assert (result["step"], result["split"]) == (6, "validation")
     found = [result[k] for k in ("weights", "pattern", "pattern_holds", "zeros", "why_dense")]
     assert found == ["sparse", "2:4", True, 0.5, None]
-    assert not result["densified"]
     assert result["samples"] == trained[0].task.samples("validation") > 50
     assert f"{expected['loss']:.4f}" in result["output"]
     assert "2:4 in all" in result["output"]
-    densified = evaluate(run, dense=True)
-    assert densified["densified"] and densified["weights"] == result["weights"]
-    assert densified["metrics"]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
 def test_a_line_per_evaluation_is_appended(tiny, tmp_path):
@@ -130,7 +126,6 @@ def test_a_run_with_ema_is_evaluated_without_and_with_it(tiny):
     t.ema = None
     raw = whole_split(t)
     assert raw == {k: v for k, v in found.items() if not k.startswith("ema_")}
-    assert evaluate(run, dense=True)["metrics"].keys() == raw.keys()
 
 
 def test_other_text_is_read_with_the_tokenizer_of_the_run(tiny, tmp_path):
@@ -188,7 +183,6 @@ def test_changed_data_or_tokenizer_is_reported(tiny, tmp_path, monkeypatch):
         (2, "split must be one of", ["RUN", "split=tset"]),
         (2, "split must be one of", ["RUN", "split=train"]),
         (2, "eval", ["RUN", "eval.batches=1"]),
-        (2, "weights must be one of", ["RUN", "weights=densified"]),
         (3, "no test split (it has train, validation)", ["RUN", "split=test"]),
         (2, "sparsity: ", ["RUN", "sparsity=ste"]),
         (2, "model.n_layer: ", ["RUN", "model.n_layer=3"]),
@@ -210,6 +204,6 @@ def test_refusals_are_one_line(tiny, trained, capsys, code, words, arguments):
 
 
 def test_eval_command_prints_metrics(tiny, trained, capsys):
-    assert main(["eval", str(trained), "weights=dense"]) == 0
+    assert main(["eval", str(trained)]) == 0
     out = capsys.readouterr().out
-    assert "perplexity" in out and "densified" in out and str(trained / "eval.jsonl") in out
+    assert "perplexity" in out and str(trained / "eval.jsonl") in out
