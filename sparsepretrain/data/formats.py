@@ -16,7 +16,7 @@ import numpy as np
 from sparsepretrain import registry
 from sparsepretrain.data.source import TRAIN, Shard, Source
 from sparsepretrain.data.tokens import TokenData
-from sparsepretrain.errors import DataError
+from sparsepretrain.errors import DataError, reason
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -90,8 +90,13 @@ class Images:
         return label
 
     def image(self, index: int) -> Image:
-        """Return an image in RGB and its own size; raise DataError if undecodable."""
-        return self._source.read(self._entry(index)).convert("RGB")
+        """Return an image in RGB and its own size; raise DataError if missing or damaged."""
+        entry = self._entry(index)
+        try:
+            return self._source.read(entry).convert("RGB")
+        except Exception as error:  # Pillow's decoders raise many kinds of errors
+            text = f"{self._where}: {entry} cannot be read: {reason(error)}"
+            raise DataError(text) from error
 
     def _entry(self, index: int) -> Any:
         begin = self._ends[index - 1] if index else 0

@@ -184,7 +184,7 @@ class IndexSource(Source):
 
     @abstractmethod
     def read(self, entry: dict[str, Any]) -> Image:
-        """Return the stored image of an index entry; raise DataError if missing or damaged."""
+        """Return the stored image of an index entry."""
 
     def documents(self, shard: Shard) -> Iterator[Document]:
         """Yield one JSON object per index entry."""

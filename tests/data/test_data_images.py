@@ -95,7 +95,7 @@ def test_folders_become_an_index(options, folder):
     ("changes", "words"),
     [
         ({"root": "/nowhere"}, "data.root: /nowhere is not a directory: put image_folder there"),
-        ({"validation": "v"}, r"data.validation: .*/v is not a directory"),
+        ({"validation": "v"}, r"data.validation: .*/v holds no class directory"),
         ({"train": "val/cat"}, "holds no class directory"),
         ({"train": "val"}, r"train/emu: no class of that name"),
         ({"validation": "train"}, r"train/emu: the class has no image"),
@@ -114,11 +114,11 @@ def test_broken_image_is_named(options, folder, content):
     file = folder / "val/cat/1.png"
     file.write_bytes(file.read_bytes()[:40] if content is None else content)
     images = opened(options("image_folder", root=str(folder)), 2)["validation"]
-    with pytest.raises(DataError, match=r"val/cat/1\.png does not decode") as caught:
+    with pytest.raises(DataError, match=r"val/cat/1\.png.* cannot be read") as caught:
         images.image(1)
     assert "\n" not in str(caught.value)
     file.unlink()
-    with pytest.raises(DataError, match=r"val/cat/1\.png is gone since the index was made"):
+    with pytest.raises(DataError, match=r"No such file .*val/cat/1\.png"):
         images.image(1)
 
 

@@ -53,7 +53,7 @@ def test_split_follows_the_relative_path_not_the_place(options, corpus, tmp_path
 def test_two_or_more_files_give_disjoint_splits(sizes, fraction, seed):
     class Fake(_files.FileSource):
         def find(self):
-            return [_files.TextFile(f"{i}", f"/{i}", n, 0, (0, i)) for i, n in enumerate(sizes)]
+            return [_files.TextFile(f"{i}", f"/{i}", n, 0) for i, n in enumerate(sizes)]
 
     options = registry.get("source", "text_files").Options(
         name="x", source="text_files", files=["x"], tokenizer="bytes", vocab_size=None,

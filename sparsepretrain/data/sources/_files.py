@@ -27,11 +27,10 @@ class TextFile:
     name: str
     """Path relative to its root with forward slashes; determines the split on every machine."""
     path: str
+    """Without symbolic links: a file found twice is read once."""
     size: int
     """Bytes."""
     mtime_ns: int
-    identity: tuple[int, int]
-    """Device and inode: a file found twice is read once."""
 
     @property
     def stamp(self) -> list[Any]:
@@ -45,7 +44,7 @@ class TextFile:
             stat = os.stat(path)
         except OSError as error:
             raise unreadable(path, error, key) from error
-        return cls(name, path, stat.st_size, stat.st_mtime_ns, (stat.st_dev, stat.st_ino))
+        return cls(name, os.path.realpath(path), stat.st_size, stat.st_mtime_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,7 @@ class FileSource(Source):
     @cached_property
     def files(self) -> list[TextFile]:
         """Non-empty files in the order of their hashes."""
-        unique = {file.identity: file for file in self.find() if file.size}
+        unique = {file.path: file for file in self.find() if file.size}
         if not unique:
             raise DataError(f"{self.options.name}: all files are empty")
         return sorted(unique.values(), key=lambda file: (self._hash(file.name), file.path))
@@ -172,9 +171,9 @@ def match(key: str, pattern: str) -> list[TextFile]:
 
 def refuse_shared(files: Iterable[tuple[str, TextFile]]) -> None:
     """Raise DataError if two configuration keys name the same file."""
-    seen: dict[tuple[int, int], str] = {}
+    seen: dict[str, str] = {}
     for key, file in files:
-        if (other := seen.setdefault(file.identity, key)) != key:
+        if (other := seen.setdefault(file.path, key)) != key:
             raise DataError(f"{key}: {file.path} is also one of {other}")
 
 

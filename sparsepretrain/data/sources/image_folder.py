@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparsepretrain.data.source import TRAIN, VALIDATION, IndexSource, Shard, SourceOptions
-from sparsepretrain.errors import DataError, reason
+from sparsepretrain.errors import DataError
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
@@ -47,9 +47,7 @@ class ImageFolder(IndexSource):
         found = {}
         for split in (TRAIN, VALIDATION):
             directory = root / getattr(self.options, split)
-            if not directory.is_dir():
-                raise DataError(f"data.{split}: {directory} is not a directory")
-            found[split] = sorted(p for p in directory.iterdir() if p.is_dir() and p.name[0] != ".")
+            found[split] = sorted(p for p in directory.glob("[!.]*") if p.is_dir())
             if not found[split]:
                 raise DataError(f"data.{split}: {directory} holds no class directory")
         return found
@@ -90,13 +88,6 @@ class ImageFolder(IndexSource):
     def read(self, entry: dict[str, Any]) -> Image:
         from PIL import Image
 
-        path = Path(self.options.root).expanduser() / entry["path"]
-        try:
-            with Image.open(path) as image:
-                image.load()
-                return image
-        except FileNotFoundError as error:
-            raise DataError(f"{path} is gone since the index was made: prepare it again") from error
-        except Exception as error:  # Pillow's decoders raise many kinds of errors
-            why = reason(error).replace(str(path), "it")
-            raise DataError(f"{path} does not decode: {why}") from error
+        with Image.open(Path(self.options.root).expanduser() / entry["path"]) as image:
+            image.load()
+            return image

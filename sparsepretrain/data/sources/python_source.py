@@ -64,4 +64,4 @@ def _walk(root: str) -> Iterator[TextFile]:
         below[:] = [name for name in below if name not in SKIPPED and not name.startswith(".")]
         for path in (os.path.join(directory, name) for name in names if name.endswith(".py")):
             if os.path.isfile(path):  # not a broken link
-                yield TextFile.at(os.path.abspath(path), os.path.relpath(path, root))
+                yield TextFile.at(path, os.path.relpath(path, root))
