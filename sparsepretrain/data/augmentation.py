@@ -37,18 +37,17 @@ def keyed_generators(words: np.ndarray) -> Iterator[None]:
 
     timm and torchvision draw from all three.
     """
-    # not torch.manual_seed, which also seeds GPUs
-    generator = torch.default_generator
-    states = random.getstate(), np.random.get_state(), generator.get_state()
+    states = random.getstate(), np.random.get_state()
     random.seed(int(words[0]))
     np.random.seed(int(words[1]))
-    generator.manual_seed(int(words[2]))
     try:
-        yield
+        with torch.random.fork_rng(devices=()):
+            # not torch.manual_seed, which also seeds GPUs
+            torch.default_generator.manual_seed(int(words[2]))
+            yield
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
-        generator.set_state(states[2])
 
 
 class Augmentation:

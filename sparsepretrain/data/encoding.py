@@ -143,12 +143,10 @@ def open_codec(file: Path | None) -> Codec:
 def byte_tokenizer() -> str:
     """Return a tokenizer.json with the tokens of :class:`ByteCodec`; byte 0 is its end of text."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    # GPT-2's alphabet: printable bytes are their own character, the others follow from 256
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    letters = {byte: chr(byte) for byte in shown} | {b: chr(256 + i) for i, b in enumerate(hidden)}
-    letters[0] = "\0"  # special tokens are searched in the raw text
+    # special tokens are searched in the raw text
+    letters: dict[int, str] = bytes_to_unicode() | {0: "\0"}
     tokenizer = Tokenizer(models.BPE({letter: byte for byte, letter in letters.items()}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -68,16 +68,13 @@ class Tokenizer:
             with hub_access():
                 path = hf_hub_download(self.name, "tokenizer.json")
             return Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            if self.origin == "file":
-                why = error.strerror or error
-                raise DataError(f"data.tokenizer: cannot read {self.name}: {why}") from error
+        except (OSError, ValueError) as error:  # also not UTF-8, or no legal repository name
+            hint = ""
+            if self.origin == "hub":
+                hint = " from the hub (or give a file, or data.tokenizer=gpt2_size_bpe)"
             raise DataError(
-                f"data.tokenizer: cannot fetch {self.name!r} from the hub (needs the network; or "
-                "give a tokenizer.json file, or data.tokenizer=gpt2_size_bpe): " + reason(error)
+                f"data.tokenizer: cannot read {self.name}{hint}: {reason(error)}"
             ) from error
-        except ValueError as error:  # not UTF-8, or no legal repository name
-            raise DataError(f"data.tokenizer: cannot use {self.name!r}: {reason(error)}") from error
 
     def make(self, texts: Iterable[bytes | str], vocab_size: int) -> str:
         """Return the tokenizer.json, trained on ``texts``, which are iterated twice, or read."""

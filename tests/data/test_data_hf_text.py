@@ -149,7 +149,7 @@ def test_missing_package_is_named(options, rows, monkeypatch):
         ({"split": "dev"}, "datasets cannot load data.path=json: "),
         ({"validation": "dev"}, "datasets cannot load data.path="),
         ({"data_files": ["absent/*.json"]}, "data.data_files: no file matches absent/*.json"),
-        ({"tokenizer": "gpt2"}, "data.tokenizer: cannot fetch 'gpt2'"),
+        ({"tokenizer": "gpt2"}, "data.tokenizer: cannot read gpt2 from the hub"),
         ({"split": "train[:1]"}, "has 1 documents: too few"),
     ],
 )

@@ -73,16 +73,14 @@ class HubSource(Source):
             options, name = self.options, getattr(self.options, split)
             instead = f"train offline with data={self.instead}"
             rows = load_rows(options, name, instead=instead, data_files=self.files)
+            if not len(rows):
+                raise DataError(f"data.{split}: {options.name} has no rows in {name!r}")
             for key in self.columns:
                 if (column := getattr(options, key)) not in rows.column_names:
                     has = f"no column {column!r} (it has {', '.join(rows.column_names)})"
                     raise DataError(f"data.{key}: {options.name} has {has}")
-            self.check(split, name, rows)
             self._opened[split] = rows
         return self._opened[split]
-
-    def check(self, split: str, name: str, rows: Any) -> None:
-        """Raise DataError if a split, ``name`` in the dataset, is unsuitable."""
 
     def missing(self) -> str:
         size = self.options.size_gb

@@ -61,11 +61,12 @@ class HfPairs(HubSource):
             if all(sides):
                 yield from ((side, True) for side in sides)
 
-    def check(self, split: str, name: str, rows: Any) -> None:
-        if not len(rows):
-            raise DataError(f"data.{split}: {self.options.name} has no rows in {name!r}")
+    def rows(self, split: str) -> Any:
+        """Return a split of the dataset, which has both languages."""
+        rows = super().rows(split)
         known = rows[0][COLUMN] if COLUMN in rows.column_names else rows.column_names
         for code in self.options.languages:
             if code not in known:
                 has = f"{self.options.name} has no {code!r} (it has {', '.join(known)})"
                 raise DataError(f"data.languages: {has}")
+        return rows

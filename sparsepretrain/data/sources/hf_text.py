@@ -61,17 +61,12 @@ class HfText(HubSource):
         divided = not isinstance(fraction, str) and fraction > 0 and split != TEST
         if divided and split not in self._opened:
             seed, whole = self.options.seed, super().rows(TRAIN)
+            if len(whole) < 2:
+                few = f"has {len(whole)} documents: too few for a validation split"
+                raise DataError(f"{self.options.name} {few}")
             parts = whole.train_test_split(test_size=fraction, seed=seed, shuffle=True)
             self._opened |= {TRAIN: parts["train"], VALIDATION: parts["test"]}
         return super().rows(split)
-
-    def check(self, split: str, name: str, rows: Any) -> None:
-        fraction = self.options.validation
-        if len(rows) < 2 and isinstance(fraction, float) and fraction > 0:
-            few = f"has {len(rows)} documents: too few for a validation split"
-            raise DataError(f"{self.options.name} {few}")
-        if len(rows) == 0:
-            raise DataError(f"{self.options.name} has no documents in split {name!r}")
 
     def documents(self, shard: Shard) -> Iterator[Document]:
         """Yield the texts of a range of rows; skip empty and null documents."""
