@@ -7,16 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from sparsepretrain import registry
-from sparsepretrain.config import strict
 from sparsepretrain.config.compose import Overrides, amend, build, read
 from sparsepretrain.config.places import catalog
 from sparsepretrain.config.schema import Run
 from sparsepretrain.config.validate import load_parsed, validate
 from sparsepretrain.data.encoding import open_codec
-from sparsepretrain.data.preparation import load as load_data
 from sparsepretrain.data.tokenizer import BYTES, tokenizer
 from sparsepretrain.errors import CheckpointError, ConfigError, DataError
-from sparsepretrain.models.pretrained import Pretrained, PretrainedOptions
 from sparsepretrain.runs import weights
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.weights import WeightSource
@@ -195,8 +192,7 @@ def _reading(source: WeightSource, data: dict[str, Any]) -> dict[str, Any]:
 def tokenizer_file(source: WeightSource) -> Path | None:
     """tokenizer.json of a checkpoint's model; None: it reads bytes, or none is known.
 
-    It is in the directory of the checkpoint, or the configuration names it, or it was trained on
-    the data.
+    It is in the directory of the checkpoint or its run, or the configuration names it.
     """
     if source.config is None:
         if isinstance(source.path, str):
@@ -205,30 +201,19 @@ def tokenizer_file(source: WeightSource) -> Path | None:
         return own.resolve() if own.is_file() else None
     if source.run is not None and source.run.tokenizer_file.is_file():
         return source.run.tokenizer_file.resolve()
-    assert source.checkpoint is not None
-    group = source.config["data"]
-    known = tokenizer(source.config["task"].get("tokenizer") or group.get("tokenizer") or BYTES)
-    if known.origin != "trained":
-        file = known.file()
-        return None if file is None else file.resolve()
-    options: Any = registry.get("source", group["source"])
-    data = load_data(strict.build(options.Options, group, "data"))
-    if data.tokenizer_file is None or data.fingerprint != source.checkpoint.part("fingerprint"):
-        raise DataError(
-            f"the tokenizer of {source.path} is gone: {data.directory} was prepared from other text"
-        )
-    return data.tokenizer_file
+    task, data = source.config["task"], source.config["data"]
+    known = tokenizer(task.get("tokenizer") or data.get("tokenizer") or BYTES)
+    if known.origin == "trained":
+        raise DataError(f"the tokenizer of {source.path} is gone: its run had a tokenizer.json")
+    file = known.file()
+    return None if file is None else file.resolve()
 
 
 def _name(file: Path | None, source: WeightSource) -> str:
     """Return the configuration's name of the tokenizer that :func:`tokenizer_file` found."""
-    if file is not None:
-        return str(file)
-    if source.config is None:
-        options = PretrainedOptions(name="", family="pretrained", path=str(source.path))
-        if Pretrained.vocabulary(options) != 256:
-            raise CheckpointError(
-                f"{source.path} has no tokenizer.json: save a fast tokenizer there, or give "
-                "task.tokenizer=FILE"
-            )
-    return BYTES
+    if file is None and source.config is None:
+        raise CheckpointError(
+            f"{source.path} has no tokenizer.json: save a fast tokenizer there, or give "
+            "task.tokenizer=FILE"
+        )
+    return BYTES if file is None else str(file)
