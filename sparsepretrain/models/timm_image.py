@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from sparsepretrain.errors import ConfigError, Problems, needs, reason
 from sparsepretrain.models import Head, Recipe
 from sparsepretrain.models._text import Activation, transformers_name
-from sparsepretrain.registry import register, suggestion
+from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -107,10 +107,6 @@ class TimmImage(Recipe):
         """Build a timm model with timm's initialization; convolutions N(0, 2/(k²·out))."""
         with needs("model.family=timm_image", "timm", "vision", error=ConfigError):
             import timm
-        if options.architecture not in timm.list_models():
-            near = suggestion(options.architecture, timm.list_models(), "model.architecture=")
-            known = near if "did you mean" in near else " (timm.list_models() names all)"
-            raise ConfigError(f"timm has no model {options.architecture!r}{known}")
         arguments = TimmImage.arguments(options)
         if options.activation is not None:
             from transformers.activations import ACT2FN
@@ -119,7 +115,7 @@ class TimmImage(Recipe):
             arguments["act_layer"] = functools.partial(ACT2FN.__getitem__, name)
         try:
             model = timm.create_model(options.architecture, **arguments)
-        except (TypeError, ValueError, AssertionError) as error:
+        except (TypeError, ValueError, AssertionError, RuntimeError) as error:
             why = reason(error)
             raise ConfigError(f"timm cannot build {options.architecture}: {why}") from error
         if options.stem == "cifar":
