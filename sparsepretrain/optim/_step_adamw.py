@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -145,7 +146,7 @@ class StepAdamW(Optimizer):
             return loss
         self.param_groups[0]["steps"] += 1
         every = [_local(p) for group in self.param_groups for p in group["params"]]
-        # temporaries of a call are no larger than those of the largest parameter
+        # temporaries of a call are at most twice those of the largest parameter
         most = max([AT_ONCE, *(p.numel() for p in every if not p.is_cpu)])
         measured: list[Tensor] = []
         watched: list[Tensor] = []
@@ -269,18 +270,10 @@ class StepAdamW(Optimizer):
 
 
 def _parts(params: list[Tensor], most: int) -> Iterator[list[Tensor]]:
-    """Split ``params`` into lists of at most ``most`` elements, or of one tensor."""
-    part: list[Tensor] = []
-    size = 0
-    for p in params:
-        own = _local(p).numel()
-        if part and size + own > most:
-            yield part
-            part, size = [], 0
-        part.append(p)
-        size += own
-    if part:
-        yield part
+    """Split ``params`` into lists of about ``most`` elements, at most twice as many."""
+    ends = itertools.accumulate(_local(p).numel() for p in params)
+    for _, part in itertools.groupby(zip(params, ends, strict=True), lambda pair: pair[1] // most):
+        yield [p for p, _ in part]
 
 
 def _local(tensor: Tensor) -> Tensor:
