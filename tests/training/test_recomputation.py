@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from sparsepretrain import config
+from sparsepretrain.errors import ConfigError
 from sparsepretrain.tasks import build_task
 from sparsepretrain.training.assembly import build_model, sparsify_model
 from sparsepretrain.training.recomputation import recompute_blocks
 
-RECIPES = ("gpt2_nano", "bert_nano", "transformer_nano", "vit_nano", "resnet_nano", "mlp_nano")
+RECIPES = ("gpt2_nano", "bert_nano", "transformer_nano", "vit_nano", "mlp_nano")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -36,8 +37,7 @@ def test_gradients_of_every_recipe_are_bit_equal(recipe):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        half = [nn.Linear(6, 6), nn.BatchNorm1d(6)]
-        block = nn.Sequential(*half, nn.Dropout(0.5), *copy.deepcopy(half))
+        block = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6))
         self.blocks = nn.ModuleList([block, copy.deepcopy(block)])
 
     def forward(self, x):
@@ -46,7 +46,7 @@ class Net(nn.Module):
         return x
 
 
-def test_batches_are_counted_once_and_draws_repeat():
+def test_draws_repeat():
     torch.manual_seed(0)
     plain = Net()
     recomputed = copy.deepcopy(plain)
@@ -59,9 +59,11 @@ def test_batches_are_counted_once_and_draws_repeat():
         keep = lambda tensor, kept=saved[-1]: kept.append(tensor) or tensor  # noqa: E731
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             net(x).square().sum().backward()
-    for name, value in plain.state_dict().items():
-        assert torch.equal(value, recomputed.state_dict()[name]), name
     for left, right in zip(plain.parameters(), recomputed.parameters(), strict=True):
         assert torch.equal(left.grad, right.grad)
     assert len(saved[1]) < len(saved[0])
-    assert [m.momentum for m in recomputed.modules() if isinstance(m, nn.BatchNorm1d)] == [0.1] * 4
+
+
+def test_batch_norm_is_refused():
+    with pytest.raises(ConfigError, match=r"^activation_checkpointing: .*BatchNorm"):
+        recompute_blocks(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)))
