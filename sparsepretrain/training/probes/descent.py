@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -77,29 +75,18 @@ class Descent(Probe["Session"]):
         ]
         line = {"loss": step.loss, "predicted": float(sum(products))}
         batches = session.batches.again(session.step - 1)
-        with undisturbed(session):
-            for epsilon in self.options.epsilons:
-                moved = {name: start[name].lerp(after[name], epsilon) for name in after}
-                put(parameters, moved, session.sparsifier)
-                change = training_loss(session, session.step - 1, batches) - step.loss
-                line[f"actual_{epsilon:g}"] = change
-            put(parameters, after, session.sparsifier)
-            session.sparsifier.hold(before["masks"])
+        # running statistics; generators need no care, since every micro-batch seeds them
+        buffers = [(b, b.clone()) for n, b in session.model.named_buffers() if "sparsity" not in n]
+        for epsilon in self.options.epsilons:
+            moved = {name: start[name].lerp(after[name], epsilon) for name in after}
+            put(parameters, moved, session.sparsifier)
             change = training_loss(session, session.step - 1, batches) - step.loss
-            line["weights_only"] = change
-            put(parameters, after, session.sparsifier)
-        self.write(session, line)
-
-
-@contextlib.contextmanager
-def undisturbed(session: Session) -> Iterator[None]:
-    """Restore buffers of layers (running statistics) afterwards.
-
-    Generators need no care: every micro-batch seeds them and draws as the step did.
-    """
-    buffers = [(b, b.clone()) for n, b in session.model.named_buffers() if "sparsity" not in n]
-    try:
-        yield
-    finally:
+            line[f"actual_{epsilon:g}"] = change
+        put(parameters, after, session.sparsifier)
+        session.sparsifier.hold(before["masks"])
+        change = training_loss(session, session.step - 1, batches) - step.loss
+        line["weights_only"] = change
+        put(parameters, after, session.sparsifier)
         for buffer, value in buffers:
             buffer.copy_(value)
+        self.write(session, line)
