@@ -115,7 +115,10 @@ def _outcome(failed: ChildFailedError) -> int:
     if not report:
         raise RankError(failure.exitcode, f"rank {number} ended with {failure.exitcode}")
     messages = report.get("messages")
-    where = f"rank {number}: " if number else ""
+    # a loss that is not finite is so on all: then none is named
+    own = [f for f in failed.failures.values() if not _report_of(f).get("follows")]
+    shared = len(own) > 1 and all(_report_of(f).get("messages") == messages for f in own)
+    where = f"rank {number}: " if number and not shared else ""
     if messages is None:  # a defect; rank 0 has shown where
         sys.stderr.write(report["py_callstack"] if number else "")
         messages = [failure.error_file_data["message"]["message"]]
