@@ -166,12 +166,9 @@ def duration(run: Run, device: torch.device, total: float) -> str:
     """Return the time of ``total`` FLOPs in words."""
     text = count(total)
     work = f"{text.rstrip('kMGTPEZ')} {text.lstrip('0123456789.')}FLOPs in all, counted dense"
-    if isinstance(run.precision, SimulatedFP8):
-        kind = "simulated fp8" if run.precision.name == "fp8_sim" else "fp8 mixed with other types"
-        return f"{work}; {kind} has no peak to compare with"
     peak = peak_flops(device, run.precision.name)
     if peak is None:
-        return f"{work}; no time, since no peak is known for this device"
+        return f"{work}; no time, since no peak is known for this device and precision"
     seconds = total / peak / 0.4
     return f"{work}; {clock(math.ceil(seconds))} at 40% MFU"
 
