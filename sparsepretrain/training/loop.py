@@ -169,7 +169,6 @@ def _judge(t: Session, step: Step, loss: float, grad_norm: float) -> bool:
         loss,
         grad_norm,
         step=step.number,
-        sparse=t.sparsifier.sparse,
         scaled=t.scaler.is_enabled(),
         culprits=culprits,
     )
