@@ -23,7 +23,6 @@ from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.tracking.console import Console, significant
 from sparsepretrain.training import derive, validation
 from sparsepretrain.training.assembly import build_session
-from sparsepretrain.training.ema import put
 from sparsepretrain.training.hardware import environment
 from sparsepretrain.training.session import Session
 from sparsepretrain.training.session_state import averages
