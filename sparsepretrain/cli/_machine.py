@@ -1,22 +1,12 @@
-"""Versions and devices of this machine, and the matmuls of each method that it can run sparse."""
+"""Versions and devices of this machine, and its sparse matmuls."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from sparsepretrain import registry
 from sparsepretrain.kernels import no_fp8_products
 from sparsepretrain.kernels.cusparselt.packed24 import unsupported, version
-from sparsepretrain.sparsity.backend import Backend, LayerSize
-from sparsepretrain.sparsity.method import Method, typical_row
-from sparsepretrain.sparsity.products import DENSE, MATMUL_OF, MATMULS
 from sparsepretrain.training.hardware import environment, known_gpu, unusable_gpu
-
-META = torch.device("meta")
-SIZE = LayerSize((64, 64), 1, META)
-"""Linear layer whose features are multiples of 64."""
 
 
 def present_device() -> torch.device:
@@ -61,21 +51,3 @@ def here() -> str:
         return f"No product runs sparse here: {why}. {emulated} {fp8}"
     both = "" if missing or unsupported(device, fp8=True) else ", and in fp8 (e4m3×e4m3)"
     return f"Sparse products run here, in fp16 and bf16{both}, with cuSPARSELt {version()}. {fp8}"
-
-
-def method_rows() -> list[list[str]]:
-    """Return rows of method, its three products, and the reasons for dense ones.
-
-    They hold for default options, and for every device that has sparse products.
-    """
-    backend, rows = Backend("auto"), []
-    for name in registry.names("method"):
-        method: Any = registry.get("method", name)
-        if not issubclass(method, Method):  # a plugin's, which only training refuses
-            continue
-        reasons = backend.reasons(typical_row(name, method), SIZE, DENSE)
-        cells = dict.fromkeys(MATMULS, "dense")
-        cells |= {MATMUL_OF[k]: "emulated" if why else "sparse" for k, why in reasons.items()}
-        why_not = dict.fromkeys(filter(None, reasons.values()))
-        rows.append([name, *cells.values(), "; ".join(why_not)])
-    return rows
