@@ -98,11 +98,11 @@ def location(cls: type) -> str:
     return f"{inspect.getsourcefile(cls)}, line {inspect.getsourcelines(cls)[1]}"
 
 
-def suggestion(word: str, known: Iterable[str], prefix: str = "", *, listing: str = "") -> str:
+def suggestion(word: str, known: Iterable[str], prefix: str = "") -> str:
     """Return `` (did you mean 'x'?)``, or a list of choices if no name is close.
 
     Case is ignored. ``prefix`` is prepended in the answer only, since a long common path would make
-    all names look close. ``listing``: see :func:`choices`.
+    all names look close.
     """
     known = list(known)
     lower = {name.lower(): name for name in known}
@@ -110,15 +110,12 @@ def suggestion(word: str, known: Iterable[str], prefix: str = "", *, listing: st
     near = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.5)
     if near:
         return f" (did you mean {prefix + lower[near[0]]!r}?)"
-    return f" (choose from {choices(known, listing)})" if known else ""
+    return f" (choose from {choices(known)})" if known else ""
 
 
-def choices(known: Sequence[str], listing: str = "") -> str:
-    """Join ``known`` names; shorten long lists and refer to the command ``listing``."""
-    if len(known) <= MOST_LISTED:
-        return ", ".join(known)
-    rest = f" (`sparsepretrain {listing}` lists all {len(known)})" if listing else ""
-    return f"{', '.join(known[:MOST_LISTED])}, …{rest}"
+def choices(known: Sequence[str]) -> str:
+    """Join ``known`` names; shorten long lists."""
+    return ", ".join([*known[:MOST_LISTED], *["…"] * (len(known) > MOST_LISTED)])
 
 
 def load_plugin(plugin: str) -> None:

@@ -41,12 +41,6 @@ exit codes:
   5 diverged, 130 interrupted, 143 preempted after a save
 """
 
-ORDER = (
-    *("train", "finetune", "eval", "reproduce", "prepare", "sweep", "methods", "configs"),
-    *("doctor", "report", "export"),
-)
-"""Verbs in the order of the help; those of plug-ins follow."""
-
 WORKER = "__worker"
 """Hidden verb of processes started by ``sparsepretrain.training.launch``."""
 
@@ -112,12 +106,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def verbs() -> dict[str, Verb]:
-    """Return name -> verb, built in or of a loaded plug-in, in the order of the help."""
-    names = dict.fromkeys([*ORDER, *registry.names("verb")])
-    return {name: _verb(name) for name in names}
-
-
 def parser(name: str) -> Parser:
     """Return the argument parser of a verb."""
     verb = _verb(name)
@@ -145,7 +133,7 @@ def _dispatch(argv: list[str]) -> int:
     if not built_in and (problems := _load_plugins(plugins)):
         raise ConfigError(problems)
     if name not in registry.names("verb"):
-        hint = registry.suggestion(name, verbs())
+        hint = registry.suggestion(name, registry.names("verb"))
         if "=" in name:
             hint = f" (did you mean 'sparsepretrain train {name}'?)"
         raise UsageError(f"unknown verb {name!r}{hint}")
@@ -179,7 +167,7 @@ def _load_plugins(words: list[str]) -> list[str]:
 
 
 def _help() -> str:
-    found = verbs()
+    found = {name: _verb(name) for name in registry.names("verb")}
     width = max(map(len, found)) + 2
     lines = [f"  {name:<{width}}{verb.summary}" for name, verb in found.items()]
     return HELP.format(verbs="\n".join(lines))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsepretrain.config.freeze import flat, from_yaml
-from sparsepretrain.config.places import catalog, check_yaml, search_path, yaml_files
+from sparsepretrain.config.places import catalog, search_path
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError, one_line
 from sparsepretrain.registry import choices, suggestion
@@ -194,8 +194,6 @@ def _composing(parsed: Overrides) -> Iterator[str]:
     from omegaconf.errors import OmegaConfBaseException
 
     ours, *users = parsed.path
-    for file in (file for directory in users for file in yaml_files(directory)):
-        check_yaml(file)
     try:
         with hydra.initialize_config_dir(str(ours), job_name=PRIMARY, version_base="1.3"):
             yield f"hydra.searchpath=[{','.join(quote(f'file://{user}') for user in users)}]"
@@ -206,11 +204,7 @@ def _composing(parsed: Overrides) -> Iterator[str]:
         near = suggestion(missing.rpartition("/")[2], error.options or ())
         raise ConfigError(f"{missing}.yaml does not exist{near}") from error
     except OmegaConfBaseException as error:
-        key, text = str(error.full_key), str(error).splitlines()[0]
-        absent = re.search(r"'(\w+)\.[\w.]+' not found", text)
-        if absent and (choice := parsed.choices.get(absent[1])):
-            text = f"does not go with {absent[1]}={choice}: {text}"
-        raise ConfigError(f"{key}: {text}") from error
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
     except ConfigError:
         raise
     except RecursionError as error:
@@ -250,15 +244,12 @@ def _choose(parsed: Overrides, group: str, value: Any, options: list[str]) -> st
         parsed.choices.pop(group, None)
         return ""
     if isinstance(value, dict | list):
-        listed = choices(options, "configs")
-        return f"{group} takes the name of an option ({listed}), or write {group}.KEY=…"
+        return f"{group} takes the name of an option ({choices(options)}), or write {group}.KEY=…"
     choice = "null" if value is None else str(value)
     if choice in options:
         parsed.choices[group] = choice
         return ""
-    near = suggestion(choice, options, listing="configs")
-    listed = "" if "choose from" in near else f"; choose from {choices(options, 'configs')}"
-    return f"{group} has no option {choice!r}{near}{listed}"
+    return f"{group} has no option {choice!r}{suggestion(choice, options)}"
 
 
 def quote(text: str) -> str:
@@ -279,9 +270,7 @@ def _syntax(text: str) -> str:
     key, equals, _ = text.partition("=")
     if not equals:
         return f"override {text!r} has no value; write {text or 'key'}=value"
-    if not re.fullmatch(r"[+~]*[A-Za-z_]\w*([./@][A-Za-z_]\w*)*", key):
-        return f"override {text[:60]!r}: {key!r} is not a key; write a.b.c=value"
     return (
-        f"override {text[:60]!r} cannot be read: close every bracket and quote, and quote special "
-        f"characters: {key}='\"…\"'"
+        f"override {text[:60]!r} cannot be read: write a.b.c=value, close every bracket and quote, "
+        f"and quote special characters: {key}='\"…\"'"
     )

@@ -210,11 +210,6 @@ def key_of(group: str) -> str:
     return REGISTERED.get(group, ("", "name"))[1]
 
 
-def choices_of(group: str) -> list[str]:
-    """Return the values of that key."""
-    return list(GROUPS[group]) if group in GROUPS else registry.names(REGISTERED[group][0])
-
-
 def options_of(group: str, name: str) -> Any:
     """Return the options dataclass of a group's implementation."""
     if group in REGISTERED:

@@ -26,9 +26,6 @@ def shipped() -> Path:
     return inside if inside.is_dir() else package.parent / "configs"
 
 
-MOST_BYTES = 1_000_000
-"""Largest YAML file in bytes."""
-
 TABLES = "table"
 """Directory of tables, which are sets of runs, see ``config.tables``."""
 
@@ -69,16 +66,12 @@ def _files(directory: Path) -> set[str]:
     An option may lie one directory deeper: ``finetune/glue/mrpc``. Files with a leading underscore
     are parts of others.
     """
+    files = [file for depth in ("", "*/", "*/*/") for file in directory.glob(f"{depth}*.yaml")]
     return {
         file.relative_to(directory).with_suffix("").as_posix()
-        for file in yaml_files(directory)
+        for file in files
         if not file.name.startswith(("_", "."))
     }
-
-
-def yaml_files(directory: Path) -> list[Path]:
-    """Return the YAML files of ``directory``, of its groups, and one directory deeper."""
-    return [file for depth in ("", "*/", "*/*/") for file in directory.glob(f"{depth}*.yaml")]
 
 
 def _plugin_dirs() -> list[Path]:
@@ -90,18 +83,3 @@ def _plugin_dirs() -> list[Path]:
             if spec is not None and spec.origin is not None:
                 found.append(Path(spec.origin).parent / "configs")
     return [directory for directory in found if directory.is_dir()]
-
-
-def check_yaml(file: Path) -> None:
-    """Refuse a configuration file over 1 MB or with aliases, which can expand without end.
-
-    Raises:
-        ConfigError: names the file.
-    """
-    import yaml
-
-    if file.stat().st_size > MOST_BYTES:
-        raise ConfigError(f"{file}: expected at most {MOST_BYTES:,} bytes")
-    with contextlib.suppress(yaml.YAMLError, OSError), open(file, "rb") as stream:  # for its reader
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(stream)):
-            raise ConfigError(f"{file}: YAML aliases (*name) are not supported")

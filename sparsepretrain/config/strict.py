@@ -50,7 +50,7 @@ def walk(cls: type, data: Any, path: str, errors: list[str]) -> Any:
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for key in data:
         if key not in fields:
-            near = suggestion(str(key), fields, _join(path, ""), listing="train --cfg job")
+            near = suggestion(str(key), fields, _join(path, ""))
             errors.append(f"unknown key {_join(path, key)!r}{near}")
     values = {}
     for name, field in fields.items():

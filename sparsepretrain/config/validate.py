@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from sparsepretrain import registry
 from sparsepretrain.config.compose import Overrides, build, read
-from sparsepretrain.config.groups import GROUPS, REGISTERED, choices_of, key_of, options_of
+from sparsepretrain.config.groups import GROUPS, REGISTERED, key_of, options_of
 from sparsepretrain.config.schema import Run
 from sparsepretrain.config.strict import walk
 from sparsepretrain.errors import ConfigError
@@ -24,29 +23,13 @@ def load(overrides: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> Run
 
 def load_parsed(parsed: Overrides) -> Run:
     """Do the same as :func:`load` for parsed overrides."""
+    if parsed.broken & {"model", "experiment"}:  # other errors may follow from the missing recipe
+        raise ConfigError(parsed.errors)
     plain, _ = build(parsed)
-    # skip groups whose errors may follow from a rejected choice; a model or an experiment has
-    # settings for every group
-    recipe = parsed.broken & {"model", "experiment"}
-    skip = {*GROUPS, *REGISTERED} if recipe else parsed.broken
-    run, errors = _check(plain, skip)
-    if recipe:  # other errors may follow from the missing recipe
-        errors = [error for error in errors if error.startswith("unknown key")]
-    errors = [*parsed.errors, *_renamed(parsed, errors)]
-    if errors or run is None:
-        raise ConfigError(errors)
+    run, errors = _check(plain, parsed.broken)  # skip groups whose choice was rejected
+    if parsed.errors or errors or run is None:
+        raise ConfigError([*parsed.errors, *errors])
     return run
-
-
-def _renamed(parsed: Overrides, errors: list[str]) -> list[str]:
-    """Replace the errors that follow from ``group.name=option`` by one hint."""
-    for key, value in parsed.values:
-        group = key.removesuffix(".name")
-        wrong = [e for e in errors if re.match(rf"(unknown|missing) key '{group}\.", e)]
-        if group != key and wrong and value in parsed.options.get(group, ()):
-            hint = f"{key}={value} leaves the other keys unchanged: write {group}={value}"
-            errors = [hint, *(e for e in errors if e not in wrong)]
-    return errors
 
 
 def validate(plain: dict[str, Any], skip: Collection[str] = ()) -> Run:
@@ -110,28 +93,7 @@ def _part(group: str, data: Any, errors: list[str]) -> Any:
     except ConfigError as error:
         errors += [f"{group}.{key}: {message}" for message in error.messages]
         return None
-    foreign = _of_other_options(group, [k for k in data if k not in _keys(options)])
-    errors += [f"unknown key '{group}.{k}' (belongs to {owners})" for k, owners in foreign.items()]
-    return walk(options, {k: v for k, v in data.items() if k not in foreign}, group, errors)
-
-
-def _of_other_options(group: str, unknown: list[str]) -> dict[str, str]:
-    """Return unknown key -> other options of ``group`` that have the key."""
-    if not unknown:
-        return {}
-    choices: dict[str, set[str]] = {}
-    for name in choices_of(group):
-        with contextlib.suppress(ConfigError):  # a plug-in without options
-            choices[name] = _keys(options_of(group, name))
-    owners = {k: [name for name, keys in choices.items() if k in keys] for k in unknown}
-    # users type the option unless the key names something else
-    key = key_of(group)
-    choice = group if key == "name" else f"{group}.{key}"
-    return {k: f"{choice}={'|'.join(names)}" for k, names in owners.items() if names}
-
-
-def _keys(options: Any) -> set[str]:
-    return {f.name for f in fields(options)}
+    return walk(options, data, group, errors)
 
 
 def _near(key: str, plain: dict[str, Any]) -> str:
@@ -139,4 +101,4 @@ def _near(key: str, plain: dict[str, Any]) -> str:
     places = [f"{k}.{key}" for k, part in plain.items() if isinstance(part, dict) and key in part]
     if places:
         return f" (did you mean {' or '.join(map(repr, places))}?)"
-    return registry.suggestion(key, [f.name for f in fields(Run)], listing="train --cfg job")
+    return registry.suggestion(key, [f.name for f in fields(Run)])

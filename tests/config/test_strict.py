@@ -38,22 +38,9 @@ def test_two_wrong_letters_still_get_a_suggestion(data):
     assert "did you mean" in suggestion("".join(typo), KEYS)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ("precision.recipe=hybrid", "'precision.recipe' (belongs to precision=fp8_sim|fp8)"),
-        ("optim.momentum=0.9", "'optim.momentum' (belongs to optim=muon|sgd)"),
-        ("optim=sgd optim.betas=[0,0]", "'optim.betas' (belongs to optim=adamw|lion|muon)"),
-        ("schedule=constant schedule.end=0", "(belongs to schedule=cosine|linear|wsd)"),
-        ("sparsity.clipping=[0,1]", "'sparsity.clipping' (belongs to sparsity=step)"),
-        ("sparsity=ste sparsity.refresh=4", "(belongs to sparsity=dense|tsrste)"),
-        ("data.files=x", "'data.files' (belongs to data.source=text_files)"),
-        ("optim.mommentum=0", "'optim.mommentum' (choose from name, lr, betas, eps, weight_decay)"),
-    ],
-)
-def test_key_of_another_option_names_that_option(overrides, expected):
-    (message,) = problems(*overrides.split())
-    assert message.startswith("unknown key ") and message.endswith(expected)
+def test_a_key_without_a_similar_one_is_answered_with_all_keys():
+    (message,) = problems("optim.mommentum=0")
+    assert message.startswith("unknown key 'optim.mommentum' (choose from name, lr, betas, eps")
 
 
 def test_all_wrong_keys_are_reported_together():
