@@ -73,7 +73,7 @@ class Reproduce(StudyVerb):
         parser.add_argument("--seeds", type=seeds, metavar="SEEDS", help=text)
         text = "only cells whose row or 'row @ column' matches"
         parser.add_argument("--only", default="*", metavar="GLOB", help=text)
-        text = "print the tables: cells, what is published, minutes at nano scale"
+        text = "print the tables, and minutes at nano scale"
         parser.add_argument("--list", action="store_true", help=text)
 
     def run(self, args: argparse.Namespace) -> int:

@@ -19,8 +19,6 @@ from sparsepretrain.registry import suggestion
 SIMPLE = re.compile(r"(?!(?:true|false|null|inf|nan)$)[a-z/][\w/.+-]*", re.ASCII | re.IGNORECASE)
 """Names that need no quotes in Hydra's grammar."""
 
-MAX_SEED_RANGE = 10_000
-
 Seeds = Sequence[int] | int | None
 """Seeds of a table, their number, or None for the default of the table's scale."""
 
@@ -31,7 +29,7 @@ def read_seeds(text: str) -> Sequence[int] | int:
         return int(text)
     if limits := re.fullmatch(r"(\d+)\.\.(\d+)", text):
         low, high = map(int, limits.groups())
-        if low <= high < low + MAX_SEED_RANGE:
+        if low <= high:
             return range(low, high + 1)
     listed = text.split(",")
     if len(listed) > 1 and all(part.isdigit() for part in listed):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 from sparsepretrain.config.cells import Cell, Part, Selection, stage_words
 from sparsepretrain.config.compose import shell_line
 from sparsepretrain.config.schema import Run
-from sparsepretrain.config.tables import Scale, Table, load_table
+from sparsepretrain.config.tables import Scale, load_table
 from sparsepretrain.errors import ConfigError, DataError, DivergedError, SparsePretrainError, needs
 from sparsepretrain.reports.results import selected
 from sparsepretrain.runs import checkpoint
@@ -27,7 +26,8 @@ def parts(name: str, scale: Scale | None, asked: Selection, stop_after: int | No
     finished: call again when the first part has run.
     """
     found, errors, how = [], [], (stop_after, asked.config_dirs)
-    for own, table in _leaves(name, asked.config_dirs).items():
+    for own in load_table(name, asked.config_dirs).parts or [name]:
+        table = load_table(own, asked.config_dirs)
         if table.bench:
             found.append(Part(own, table, None, []))
             continue
@@ -42,15 +42,6 @@ def parts(name: str, scale: Scale | None, asked: Selection, stop_after: int | No
     # with several tables, a glob may match cells of a single one
     if errors and not (found and asked.only != "*" and all("no cell of " in m for m in errors)):
         raise ConfigError(errors)
-    return found
-
-
-def _leaves(name: str, config_dirs: Sequence[Path]) -> dict[str, Table]:
-    """Return name -> table of ``name``, or of its parts recursively."""
-    table = load_table(name, config_dirs)
-    found = {} if table.parts else {name: table}
-    for part in table.parts:
-        found |= _leaves(part, config_dirs)
     return found
 
 

@@ -129,7 +129,7 @@ def test_seeds_are_a_number_a_range_or_a_list(text, seeds):
     assert (again if isinstance(again, int) else [*again]) == seeds
 
 
-@pytest.mark.parametrize("text", ["0", "5..3", "1-3", "1,x", "", "0..99999"])
+@pytest.mark.parametrize("text", ["0", "5..3", "1-3", "1,x", ""])
 def test_other_seeds_are_refused(text):
     with pytest.raises(ValueError, match="expected a number"):
         read_seeds(text)

@@ -86,7 +86,7 @@ def run(argv: list[str], tiny) -> None:
         recipe = derive.with_recipe(arguments.overrides, arguments.config_dir)
         config.load([*recipe, "model=pretrained", "model.path=x"], arguments.config_dir)
     elif verb == "sweep":
-        axes = sweep.read_axes(arguments.overrides, arguments.config_dir)
+        axes = sweep.read_axes(arguments.overrides)
         assert axes.part(arguments.name, None, arguments.config_dir).cells
     elif hasattr(arguments, "overrides"):
         overrides = [word for word in arguments.overrides if not word.startswith("match=")]

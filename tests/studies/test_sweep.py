@@ -20,18 +20,18 @@ EXAMPLE = Path(__file__).parents[2] / "docs/examples/search.py"
 
 
 def axes(*words: str) -> Any:
-    return read_axes(words, [])
+    return read_axes(words)
 
 
 def test_words_become_values_and_seeds():
     found = axes(
         "sparsity=ste,srste", "seed=0..2", "optim.lr=1e-3,2e-3", "steps=range(4,9,2)",
-        "sparsity.targets=[ffn,attention]", "model=glob(gpt2_1*)", "name2='a b',c", "batch.size=4",
+        "sparsity.targets=[ffn,attention]", "name2='a b',c", "batch.size=4",
     )  # fmt: skip
     assert found.seeds == [0, 1, 2]
     assert found.values == {
         "sparsity": ["ste", "srste"], "optim.lr": ["0.001", "0.002"], "steps": ["4", "6", "8"],
-        "model": ["gpt2_124m", "gpt2_1558m"], "name2": ["'a b'", "c"],
+        "name2": ["'a b'", "c"],
     }  # fmt: skip
     assert found.fixed == ["sparsity.targets=[ffn,attention]", "batch.size=4"]
     assert axes("seed=3,5,3").seeds == [3, 5] and axes("seed=4").seeds == [4]
@@ -45,14 +45,12 @@ def test_words_become_values_and_seeds():
         (["optim.lr=interval(0,1)"], "config error: optim.lr=interval(0,1): expected values"),
         (["seed=4..1"], "config error: seed=4..1: the end of a range must not be below its"),
         (["name=a,b"], "config error: name="),
-        (["sparsity=glob(z*)"], "config error: sparsity=glob(z*) matches no option of sparsity"),
+        (["sparsity=glob(s*)"], "config error: sparsity=glob(s*): expected values"),
         (["--name", "a/b"], "config error: --name must be a plain directory name, got 'a/b'"),
         (["steps=1,x"], "config error: steps=x: steps must be an integer, got 'x'"),
         (["sparsity=[ste,sste"], "config error: run: override 'sparsity=[ste,sste' cannot be read"),
         (["optim.lt=1,2"], "config error: optim.lt=1, optim.lt=2: unknown key 'optim.lt'"),
         ([], "config error: a sweep needs several values"),
-        (["seed=range(0,1000000000)"], "config error: a sweep takes at most 10,000 runs"),
-        (["seed=0..999", "optim.lr=1,2,3,4,5,6,7,8,9,10,11"], "config error: a sweep takes at"),
     ],
 )
 def test_mistakes_are_one_line_before_anything_is_written(words, line, tmp_path, capsys):
@@ -69,7 +67,7 @@ def test_sweep_prints_its_report_command(tiny, in_process, capsys):
     command = shlex.split(last)
     assert command[:2] == ["sparsepretrain", "report"]
     runs = {run.path for run in find_runs([tiny.root / "runs"])}
-    assert {Path(word) for word in command[2:]} == runs
+    assert {run.path for run in find_runs([Path(word) for word in command[2:]])} == runs
     names = sorted(f"{p.parent.name} {p.name[-2:]}" for p in runs)
     assert names == [f"sparsity_{m} s{s}" for m in ("dense", "ste") for s in (1, 2)]
     assert {p.parent.parent.name for p in runs} == {"pair"}
