@@ -339,9 +339,9 @@ def figure(name: str, path: Path) -> str:
     title, unit = prose(about.title), (metric.variant or "").partition(";")[0]
     caption = (
         f"{title}: {metric.label} ({unit}) in percent above that of {about.baseline} with the same "
-        "seed; lower is better; bars are 95 % intervals. Right: how many of a layer's three "
-        "matmuls are 2:4, on average over the run, all emulated. `half`: dense with half the FFN "
-        "width. Runs: "
+        "seed, a dot each; lower is better; bars are 95 % intervals. Right: how many of a layer's "
+        "three matmuls are 2:4, on average over the run, all emulated. `half`: dense with half the "
+        "FFN width. Runs: "
         f"{again(name, found).partition('; ')[2]}"
     )
     caption = textwrap.fill(caption, 120, break_long_words=False, break_on_hyphens=False)

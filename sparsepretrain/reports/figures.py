@@ -1,4 +1,4 @@
-"""Figures of comparisons: differences over a run, at its end, and along the columns of a table.
+"""Figures of comparisons: differences over a run, final values, and along the columns of a table.
 
 Bands and bars are 95 % intervals over seeds; a single seed has none.
 """
@@ -33,8 +33,8 @@ Pairs = Mapping[str, Sequence[tuple[Curves, Curves | None]]]
 
 
 def of_runs(paired: Paired) -> dict[str, Figure]:
-    """Return name -> figure of several runs: differences over the run, at its end, and curves."""
-    runs, groups = paired.runs, paired.groups()
+    """Return name -> figure of several runs: differences over the run, and curves."""
+    runs = paired.runs
     metric = next((run.metric for run in runs if run.metric is not None), None)
     shown = {"train loss": ("loss", None), "validation loss": ("loss", "validation")}
     shown |= {f"validation {metric} (%)": (metric, "validation")} if metric is not None else {}
@@ -54,39 +54,12 @@ def of_runs(paired: Paired) -> dict[str, Figure]:
     named = zip(paired.names, runs, strict=True)
     every = {name: run.flip_interval() for name, run in named if run.curve("flip_rate")}
     drawn = {}
-    if groups:
+    if paired.has_pairs:
         pairs = grouped(minus=True)
         drawn["difference"] = difference_figure({"": pairs}, labels, reference, unit, every)
-        dots = {
-            f"{title}\nminus that of {reference}": {
-                name: d
-                for name, both in groups.items()
-                if (d := final_difference(both, key, name)).n
-            }
-            for title, (key, split) in shown.items()
-            if split is not None
-        }
-        drawn["final"] = dots_figure(dots, pairs)
-    every = {} if groups else every  # otherwise flip rates are below the differences
+        every = {}  # flip rates are below the differences
     drawn["overlay"] = difference_figure({"": grouped(minus=False)}, labels, None, unit, every)
     return {n: plots.footed(figure, runs) for n, figure in drawn.items() if figure is not None}
-
-
-def compared(run: RunData, partner: RunData, key: str) -> tuple[int, float] | None:
-    """Return the last step after 0 at which both evaluated ``key``, and the difference."""
-    own, other = (dict(zip(*one.series(key, "validation"), strict=True)) for one in (run, partner))
-    common = [step for step in own if step > 0 and step in other]
-    if not common or not math.isfinite(own[common[-1]] - other[common[-1]]):
-        return None
-    return int(common[-1]), float(own[common[-1]] - other[common[-1]])
-
-
-def final_difference(
-    pairs: Sequence[tuple[RunData, RunData]], key: str, label: str = ""
-) -> Difference:
-    """Compare the last validation values of pairs that ended at the same step."""
-    found = [compared(*both, key) for both in pairs if both[0].end == both[1].end]
-    return Difference(label, [pair[1] for pair in found if pair is not None])
 
 
 def of_table(results: TableResults, table: Table) -> dict[str, tuple[Figure, str]]:
@@ -140,23 +113,15 @@ def ranked_figure(results: TableResults, table: Table) -> Figure | None:
     values, cost = results.compared(key, table), results.costs(table.baseline)
     rows = {r: difference(values, r, "", table.baseline) for r in table.rows if r in values}
     rows.pop(table.baseline or "", None)
-    if not rows:
-        return None
-    names = sorted(rows, key=lambda row: rows[row].mean, reverse=metric.better == "higher")
-    figure, (axes,) = plots.new_figure((6.0, max(2.2, 1.1 + 0.27 * len(names))))
-    for y, name in enumerate(names):
-        low, high = rows[name].interval()
-        axes.plot([low, high], [y, y], color=plots.COLORS[0], linewidth=2.2)
-        axes.plot([rows[name].mean], [y], "o", color=plots.COLORS[0], markersize=5)
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_xlabel(_label(metric, table))
-    axes.set_xlim(min(0.0, axes.get_xlim()[0]))
-    right = axes.secondary_yaxis("right")
-    right.set_yticks(range(len(names)), [f"{cost[n][0]:.2g}" if n in cost else "–" for n in names])
-    right.tick_params(length=0)
-    right.set_ylabel("2:4 matmuls per layer, of 3")
+    figure = dots_figure({_label(metric, table): rows}, table.rows)
+    if figure is not None:
+        (axes,) = figure.axes
+        names = [label.get_text() for label in axes.get_yticklabels()]
+        matmuls = [f"{cost[name][0]:.2g}" if name in cost else "–" for name in names]
+        right = axes.secondary_yaxis("right")
+        right.set_yticks(range(len(names)), matmuls, fontsize=8)
+        right.tick_params(length=0)
+        right.set_ylabel("2:4 matmuls per layer, of 3")
     return figure
 
 

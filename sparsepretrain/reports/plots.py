@@ -6,6 +6,7 @@ marker.
 
 from __future__ import annotations
 
+import os.path
 import textwrap
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -105,7 +106,9 @@ def layers_figure(run: RunData) -> Figure | None:
     edges = np.arange(len(names) + 1) - 0.5
     columns = np.append(2 * steps[0] - steps[1], steps)  # each column starts at the step before
     mesh = axes.pcolormesh(columns, edges, shown, cmap=map_, norm=norm, rasterized=True)
-    stem, short = _shorten(names)
+    parents = [name.rpartition(".")[0].replace(".", "/") for name in names]
+    stem = os.path.commonpath(parents).replace("/", ".")
+    short = [name.removeprefix(f"{stem}.") for name in names]
     every = -(-len(names) // 70)
     axes.set_yticks(range(0, len(names), every), short[::every], fontsize=8)
     axes.set_ylim(len(names) - 0.5, -0.5)
@@ -205,11 +208,3 @@ def visible(values: np.ndarray, log: bool = True) -> np.ndarray:
 def drawable(values: np.ndarray, *, log: bool = False) -> bool:
     """Return True if at least one value can be drawn."""
     return bool(np.isfinite(visible(values, log)).any())
-
-
-def _shorten(names: Sequence[str]) -> tuple[str, list[str]]:
-    """Split off the dotted prefix that all names share; the last part always stays."""
-    parts, shared = [name.split(".") for name in names], 0
-    while len(names) > 1 and len({tuple(part[: shared + 1]) for part in parts}) == 1:
-        shared += 1
-    return ".".join(parts[0][:shared]), [".".join(part[shared:]) for part in parts]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -14,11 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from sparsepretrain.config.cells import Selection
+from sparsepretrain.config.freeze import hash_of
 from sparsepretrain.config.tables import Scale, load_table
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.files import write_atomic
-from sparsepretrain.reports import plots, probes
-from sparsepretrain.reports.figures import compared, of_runs
+from sparsepretrain.reports import plots
+from sparsepretrain.reports.figures import of_runs
 from sparsepretrain.reports.page import html_page, markdown_table
 from sparsepretrain.reports.results import collect, read_record, write_record
 from sparsepretrain.reports.runs import (
@@ -60,10 +60,9 @@ def report(runs: Sequence[Path], out: Path | None = None, *, page: bool = False)
     """Draw and describe runs.
 
     One run: ``plots/*.png`` and ``report.md`` in its directory. Several: ``difference.png`` (to the
-    dense run of the same seed and samples, flip rates below), ``final.png`` (at the end),
-    ``overlay.png`` (the curves) and ``report.md`` in ``reports/<labels>``. ``out`` replaces these
-    directories; ``page`` adds ``report.html``, text and figures in one file below 1 MB. The
-    pictures are returned first.
+    dense run of the same seed and samples, flip rates below), ``overlay.png`` (the curves) and
+    ``report.md`` in ``reports/<labels>``. ``out`` replaces these directories; ``page`` adds
+    ``report.html``, text and figures in one file below 1 MB. The pictures are returned first.
     """
     data = [load(run.path) for run in find_runs(runs)]
     if not data:
@@ -98,7 +97,7 @@ def report_table(
         results = read_record(file)
     else:
         results = collect(name, scale, asked)
-        parts = list(results.all())
+        parts = results.all()
         if not any(part.cells for part in parts) and any(part.scale for part in parts):
             raise ConfigError(
                 f"no run of {name} matches: run `sparsepretrain reproduce {name}`, or give "
@@ -116,19 +115,18 @@ def _one(run: RunData, out: Path, *, page: bool) -> list[Path]:
     figures = {}
     numbers = [*_summary(run).items(), *((c, f"at step {s}") for s, c in run.switches())]
     lines = [f"# {plots.title(run)}", "", *markdown_table(("quantity", "value"), numbers), ""]
-    drawn = {name: figure for name, draw in PICTURES.items() if (figure := draw(run))}
-    for name, figure in (drawn | probes.pictures(run)).items():
-        figures[f"plots/{name}.png"] = figure
-        lines += [f"![{name}](plots/{name}.png)", ""]
-    lines += _descent({plots.title(run): [run]})
-    about = dict(run.environment)
+    for name, draw in PICTURES.items():
+        if figure := draw(run):
+            figures[f"plots/{name}.png"] = figure
+            lines += [f"![{name}](plots/{name}.png)", ""]
+    about, file = dict(run.environment), RunDirectory(run.path).config_file
     coverage = about.pop("coverage", None) or ["not recorded"]
     environment = json.dumps(about or "environment.json is missing", indent=2, ensure_ascii=False)
+    config = file.read_text(encoding="utf-8") if file.is_file() else "# config.yaml is missing"
     lines += [
         *(f"Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.", ""),
         *("## Coverage", "", "```", *coverage, "```", ""),
-        *("## Configuration", "", "```yaml"),
-        *(run.config_text.rstrip() or "# config.yaml is missing", "```", ""),
+        *("## Configuration", "", "```yaml", config.rstrip(), "```", ""),
         *("## Environment", "", "```json", environment, "```"),
     ]
     return _write(out, Page(lines, figures), page=page)
@@ -136,8 +134,7 @@ def _one(run: RunData, out: Path, *, page: bool) -> list[Path]:
 
 def _several(runs: list[RunData], names: list[str], out: Path, page: bool) -> list[Path]:
     paired = pair(runs, names)
-    drawn = of_runs(paired) | probes.overlays(paired.seeds())
-    figures = {f"{name}.png": figure for name, figure in drawn.items()}
+    figures = {f"{name}.png": figure for name, figure in of_runs(paired).items()}
     lines = [
         f"# {' / '.join(paired.seeds())}",
         "",
@@ -160,7 +157,6 @@ def _several(runs: list[RunData], names: list[str], out: Path, page: bool) -> li
     lines += ["Train loss and flip rate are running means at the end of the run.", ""]
     if MU in keys:
         lines += [ABOUT_MU, ""]
-    lines += _descent(paired.seeds())
     lines += ["## What differs", ""]
     if differing := differences(runs):
         cells = [
@@ -180,21 +176,11 @@ def _several(runs: list[RunData], names: list[str], out: Path, page: bool) -> li
     return _write(out, Page(lines, figures), page=page)
 
 
-def _descent(groups: probes.Groups) -> list[str]:
-    rows = probes.descent_table(groups)
-    if not rows:
-        return []
-    first, last = (f"{share:.0%}" for share in probes.MIDDLE)
-    text = "Change of the batch loss along ε of the update, actual against predicted, "
-    text += f"from {first} to {last} of the run:"
-    return [text, "", *markdown_table(rows[0], rows[1:]), ""]
-
-
 def _about(paired: Paired) -> str:
-    if not paired.groups():
+    if not paired.has_pairs:
         return f"No two runs share {SHARED}: no differences are shown."
     text = (
-        f"Differences are to {paired.reference} with equal {SHARED}, step by step; bands and bars "
+        f"Differences are to {paired.reference} with equal {SHARED}, step by step; bands "
         "are 95 % intervals over seeds."
     )
     both = zip(paired.names, paired.partners, strict=True)
@@ -232,11 +218,15 @@ def _summary(run: RunData) -> dict[str, str]:
 
 def _compared(run: RunData, partner: RunData | None) -> str:
     """Return the difference of the last common validation loss, with the step if earlier."""
-    if partner is None or partner is run or not (found := compared(run, partner, "loss")):
+    if partner is None or partner is run:
         return "–"
-    step, value = found
-    same = run.end == partner.end == step
-    return f"{value:+.4f}" if same else f"{value:+.4f} (step {step})"
+    own, other = (dict(zip(*r.series("loss", "validation"), strict=True)) for r in (run, partner))
+    # step 0 compares initial weights
+    step = max((step for step in own if step > 0 and step in other), default=None)
+    if step is None or not math.isfinite(value := own[step] - other[step]):
+        return "–"
+    text = f"{value:+.4f}"
+    return text if run.end == partner.end == step else f"{text} (step {step})"
 
 
 def _write(out: Path, made: Page, name: str | None = None, *, page: bool) -> list[Path]:
@@ -265,6 +255,4 @@ def _loss(value: float) -> str:
 def _file_name(labels: Sequence[str]) -> str:
     """Return short labels joined, else the number of runs and a hash of the labels."""
     name = re.sub(r"[^\w.=+-]+", "_", "-".join(labels)).strip("-_.")
-    if 0 < len(name) <= LONGEST:
-        return name
-    return f"{len(labels)}-runs-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+    return name if 0 < len(name) <= LONGEST else f"{len(labels)}-runs-{hash_of(name)}"

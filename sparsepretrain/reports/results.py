@@ -7,7 +7,7 @@ import dataclasses
 import gzip
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -172,12 +172,9 @@ class TableResults:
 
         return dataclasses.replace(self, cells=named(self.cells), tuning=named(self.tuning))
 
-    def all(self) -> Iterator[TableResults]:
-        """Yield these results, or those of all parts recursively."""
-        if not self.parts:
-            yield self
-        for part in self.parts:
-            yield from part.all()
+    def all(self) -> list[TableResults]:
+        """Return the results of all parts, or these."""
+        return self.parts or [self]
 
 
 def collect(name: str, scale: Scale | None, asked: Selection) -> TableResults:

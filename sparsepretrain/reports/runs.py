@@ -47,8 +47,6 @@ class RunData:
     path: Path
     records: list[dict[str, Any]]
     config: dict[str, Any]
-    config_text: str
-    """Text of config.yaml; empty if missing."""
     environment: dict[str, Any]
     probes: list[dict[str, Any]] = field(default_factory=list)
 
@@ -140,12 +138,10 @@ class RunData:
         return float(smooth(values)[0][-1]) if len(values) else None
 
     def median(self, *keys: str) -> float | None:
-        """Return the median of the finite values of all ``keys``, or None if none was recorded."""
+        """Return the median of the finite values of all ``keys``, or None without one."""
         values = np.concatenate([self.series(key)[1] for key in keys])
         known = values[np.isfinite(values)]
-        if not len(values):
-            return None
-        return float(np.median(known)) if len(known) else math.nan
+        return float(np.median(known)) if len(known) else None
 
     def layers(self) -> tuple[np.ndarray, list[str], np.ndarray]:
         """Return steps (S,), layer names (L) and flip rates (L, S)."""
@@ -199,10 +195,8 @@ def load(path: Path) -> RunData:
     records = run.record()
     if not records:
         raise ConfigError(f"{run.record_file} has no records yet: let the run log its first step")
-    config, text = {}, ""
-    if run.config_file.is_file():
-        config, text = run.config(), run.config_file.read_text(encoding="utf-8")
-    return RunData(path, records, config, text, run.environment(), run.probes())
+    config = run.config() if run.config_file.is_file() else {}
+    return RunData(path, records, config, run.environment(), run.probes())
 
 
 def smooth(values: np.ndarray) -> tuple[np.ndarray, int]:
@@ -234,19 +228,15 @@ def differences(runs: Sequence[RunData]) -> dict[str, list[Any]]:
 def labels(runs: Sequence[RunData]) -> list[str]:
     """Return names that tell runs apart: method with pattern, precision, then differing keys."""
     differing = {k: v for k, v in differences(runs).items() if _group(k) not in BOOKKEEPING}
-    if "sparsity.name" in differing:
-        names = [run.method for run in runs]
-    elif {"sparsity.n", "sparsity.m"} & {*differing}:
-        names = [f"{run.option('sparsity', 'n')}:{run.option('sparsity', 'm')}" for run in runs]
-    else:
-        names = [""] * len(runs)
+    method = differing.keys() & {"sparsity.name", "sparsity.n", "sparsity.m"}
+    names = [run.method if method else "" for run in runs]
     if "precision.name" in differing:
-        names = [f"{name} {run.option('precision')}" for name, run in zip(names, runs, strict=True)]
-    names = [name.strip() for name in names]
-    for key in ("sparsity.name", "sparsity.n", "sparsity.m", "precision.name"):
-        differing.pop(key, None)
+        precisions = [run.option("precision") for run in runs]
+        names = [" ".join(words).strip() for words in zip(names, precisions, strict=True)]
     experiments = {"experiment": [run.config.get("experiment") for run in runs]}
     for key, values in (experiments | differing).items():
+        if key in method or key == "precision.name":
+            continue
         for name in set(names):
             alike = [i for i, other in enumerate(names) if other == name]
             if len({str(values[i]) for i in alike}) < 2:
@@ -284,13 +274,11 @@ class Paired:
             found[name].append(run)
         return found
 
-    def groups(self) -> dict[str, list[tuple[RunData, RunData]]]:
-        """Return name -> (run, partner) of all runs except the reference."""
-        found: dict[str, list[tuple[RunData, RunData]]] = {}
-        for name, run, partner in zip(self.names, self.runs, self.partners, strict=True):
-            if partner is not None and partner is not run:
-                found.setdefault(name, []).append((run, partner))
-        return found
+    @property
+    def has_pairs(self) -> bool:
+        """True if a run has a reference run other than itself."""
+        both = zip(self.runs, self.partners, strict=True)
+        return any(partner is not None and partner is not run for run, partner in both)
 
 
 def pair(runs: Sequence[RunData], labels: Sequence[str]) -> Paired:

@@ -275,7 +275,7 @@ def test_wrong_arguments_are_refused(tmp_path, capsys):
 def test_measured_numbers_are_those_of_their_part_of_the_run(tmp_path):
     lines = [{"step": s, "flip_rate": float(s)} for s in range(10, 101, 10)]
     lines += [{"step": s, "split": "validation", "loss": None} for s in (50, 100)]
-    run = RunData(tmp_path, lines, {}, "", {})
+    run = RunData(tmp_path, lines, {}, {})
     metric = Metric(label="x", key="flip_rate", split=None)
     assert measured(metric, run, 100) == 100
     metric.over = (0.8, 1.0)

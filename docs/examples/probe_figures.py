@@ -1,8 +1,13 @@
-"""Figures of probes: of one run, and Figures 1, 2 and 4 of the S-STE paper for several runs."""
+"""Figures of probes: `python probe_figures.py RUN …` writes them to the current directory.
 
-from __future__ import annotations
+`descent` and `scale` give figure1.png, figure2.png and figure4.png, like those of S-STE, and a
+printed table of descent; seeds of one configuration are taken together. `lifetime` and `estimator`
+give a figure per run, with the names of its directory.
+"""
 
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +16,10 @@ from matplotlib.figure import Figure
 
 from sparsepretrain.reports import plots
 from sparsepretrain.reports.figures import draw_band
+from sparsepretrain.reports.page import markdown_table
 from sparsepretrain.reports.plots import COLORS, DASHES, GRAY, drawable
-from sparsepretrain.reports.runs import Curve, RunData
+from sparsepretrain.reports.runs import Curve, RunData, labels, load, pair
+from sparsepretrain.runs.directory import find_runs
 
 Groups = Mapping[str, Sequence[RunData]]
 """Name -> runs of several seeds."""
@@ -20,25 +27,8 @@ Groups = Mapping[str, Sequence[RunData]]
 MIDDLE = 0.15, 0.6
 """Part of the run that the descent table covers. Before it, the loss falls for every method;
 after it, changes are near the rounding of the loss."""
+
 PRODUCTS = {"wgrad": "dW", "dgrad": "dX"}
-
-
-def pictures(run: RunData) -> dict[str, Figure]:
-    """Return file name -> figure of every probe recorded in a run."""
-    drawn = {
-        **overlays({plots.title(run): [run]}),
-        "lifetime": lifetime_figure(run),
-        "estimator": estimator_figure(run),
-    }
-    return {f"probe_{name}": figure for name, figure in drawn.items() if figure is not None}
-
-
-def overlays(groups: Groups) -> dict[str, Figure]:
-    """Return file name -> figure of the probed runs among several."""
-    drawn = {
-        f"figure{n}": draw(groups) for n, draw in ((1, figure_1), (2, figure_2), (4, figure_4))
-    }
-    return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
 def measured(runs: Sequence[RunData], probe: str, *keys: str) -> np.ndarray:
@@ -100,7 +90,7 @@ def figure_1(groups: Groups) -> Figure | None:
         axes.set_title(f"{label}\nΔF₁ > 0 in {rises:.1f} % of {len(points)}", fontsize=8)
         axes.set_xlabel("ΔF₂ (masks fixed)", fontsize=8)
     grid[0].set_ylabel("ΔF₁ (masks recomputed)", fontsize=8)
-    return _with_steps(figure, mesh, groups)
+    return _with_steps(figure, mesh)
 
 
 def figure_2(groups: Groups) -> Figure | None:
@@ -130,7 +120,7 @@ def figure_2(groups: Groups) -> Figure | None:
         row[-1].set_xlabel("actual reduction", fontsize=8)
     if len(shown) > 1:
         grid[columns - 1].legend(fontsize=6, frameon=False, loc="upper left")
-    return _with_steps(figure, mesh, groups)
+    return _with_steps(figure, mesh)
 
 
 def figure_4(groups: Groups) -> Figure | None:
@@ -165,7 +155,7 @@ def figure_4(groups: Groups) -> Figure | None:
         plots.step_axis(axes)
     right.set_ylabel("scale β (median and range of the layers;\nthin: current least-squares scale)")
     figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=8)
-    return plots.footed(figure, runs)
+    return figure
 
 
 def lifetime_figure(run: RunData) -> Figure | None:
@@ -197,7 +187,7 @@ def lifetime_figure(run: RunData) -> Figure | None:
     gaps.set_yscale("log" if drawable(found[:, 1:], log=True) else "linear")
     for axes in (rates, middle, gaps):
         axes.legend(fontsize=7, frameon=False)
-    return plots.footed(figure, [run])
+    return figure
 
 
 def estimator_figure(run: RunData) -> Figure | None:
@@ -221,7 +211,7 @@ def estimator_figure(run: RunData) -> Figure | None:
         axes.set_ylabel(f"{name} ÷ squared norm of the exact gradient")
         axes.legend(fontsize=8, frameon=False)
         plots.step_axis(axes)
-    return plots.footed(figure, [run])
+    return figure
 
 
 def _scale(values: np.ndarray) -> tuple[float, float]:
@@ -254,6 +244,25 @@ def _scatter(
     return axes.scatter(x, y, c=steps, s=7, cmap="viridis", linewidths=0, zorder=2)
 
 
-def _with_steps(figure: Figure, mesh: Any, groups: Groups) -> Figure:
+def _with_steps(figure: Figure, mesh: Any) -> Figure:
     figure.colorbar(mesh, ax=figure.axes, label="step", fraction=0.03, pad=0.01)
-    return plots.footed(figure, [run for runs in groups.values() for run in runs])
+    return figure
+
+
+def main(paths: Sequence[str]) -> None:
+    """Draw the runs at or below ``paths`` and print the table."""
+    runs = [load(run.path) for run in find_runs([Path(path).resolve() for path in paths])]
+    groups = pair(runs, labels(runs)).seeds()
+    for number, draw in ((1, figure_1), (2, figure_2), (4, figure_4)):
+        if (figure := draw(groups)) is not None:
+            figure.savefig(f"figure{number}.png")
+    for run in runs:
+        for probe, draw_run in (("lifetime", lifetime_figure), ("estimator", estimator_figure)):
+            if (figure := draw_run(run)) is not None:
+                figure.savefig(f"{probe}-{run.path.parent.name}-{run.path.name}.png")
+    if rows := descent_table(groups):
+        print(*markdown_table(rows[0], rows[1:]), sep="\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
