@@ -1,4 +1,4 @@
-"""Records: local files, errors with file and line, stand-in data."""
+"""Records: local files, errors with file and row, stand-in data."""
 
 import json
 from pathlib import Path
@@ -67,38 +67,32 @@ SPAN = {"question": "q", "context": "a b c", "answers": ANSWERS}
 @pytest.mark.parametrize(
     ("task", "row", "message"),
     [
-        ("glue/mrpc", {"sentence1": "a", "sentence2": "b"}, "no column 'label' (it has"),
+        ("glue/mrpc", {"sentence1": "a", "sentence2": "b"}, "no label (None)"),
         ("glue/mrpc", {**ROW, "label": -1}, "no label (-1)"),
         ("glue/mrpc", {**ROW, "label": 2}, "label 2"),
-        ("glue/mrpc", {**ROW, "label": "maybe"}, "label 'maybe'"),
-        ("glue/mrpc", {**ROW, "sentence2": 5}, "column 'sentence2' holds int, not text"),
-        ("glue/stsb", {**ROW, "label": "high"}, "label 'high' is not a number"),
+        ("glue/mrpc", {**ROW, "sentence2": None}, "column 'sentence2' holds NoneType, not text"),
         ("squad", {**SPAN, "context": "a c b"}, "'b c'"),
         ("squad", {**SPAN, "answers": {"text": ["b"]}}, "answer_start"),
         ("squad", {**SPAN, "answers": {"text": [], "answer_start": []}}, "holds no answer"),
     ],
 )
-def test_bad_rows_name_file_and_line(tmp_path, capfd, task, row, message):
+def test_bad_rows_name_file_and_row(tmp_path, capfd, task, row, message):
     file = write_rows(tmp_path / "bad.jsonl", [SPAN if task == "squad" else ROW, row])
     with pytest.raises(DataError) as caught:
         load(options(f"finetune={task}", f"data.train=['{file}']", "data.validation=[]"))
-    assert str(caught.value).startswith(f"{file}:2: ") and message in str(caught.value)
+    assert str(caught.value).startswith(f"{file}, row 1: ") and message in str(caught.value)
     assert not [d for d in (tmp_path / "cache").iterdir() if (d / "manifest.json").exists()]
 
 
 def test_unreadable_files_are_named(tmp_path, capfd):
     file = tmp_path / "rows.jsonl"
     words = [f"data.train=['{file}']", "data.validation=[]"]
-    for content, message in [
-        ('{"sentence1"\n', f"{file}:1: not a JSON object per line"),
-        ("[1]\n", f"{file}:1: not a JSON object per line"),
-        (b"\xff\xfe", f"{file} is not UTF-8 text"),
-        (json.dumps(ROW | {"sentence1": "\ud83d"}), f"{file}:1: 'utf-8' codec can't encode"),
-    ]:
+    mixed = "\n".join(json.dumps(ROW | {"label": label}) for label in (1, "maybe"))
+    for content in ('{"sentence1"\n', "[1]\n", b"\xff\xfe", mixed):
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
         with pytest.raises(DataError) as caught:
             load(options(*words))
-        assert message in str(caught.value)
+        assert str(file) in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(DataError, match=r"data\.validation: .*rows\.jsonl .*data\.train"):
         load(options(f"data.train=['{file}']", f"data.validation=['{tmp_path}/*.jsonl']"))
     with pytest.raises(DataError, match="no file matches"):

@@ -90,7 +90,11 @@ class HubSource(Source):
 
 
 def load_rows(
-    options: Any, split: str, *, instead: str, data_files: Mapping[str, Sequence[str]] | None = None
+    options: Any,
+    split: str,
+    *,
+    instead: str = "",
+    data_files: Mapping[str, Sequence[str]] | None = None,
 ) -> Any:
     """Load a split (or a slice such as train[:10%]) of the dataset of ``options``.
 
@@ -119,6 +123,6 @@ def load_rows(
         hint = ""
         if "scripts are no longer supported" in str(error):
             hint = "; set data.revision to a revision with data files (see the dataset's hub page)"
-        raise DataError(
-            f"{name}: datasets cannot load data.path={path}: {reason(error)}{hint}"
-        ) from error
+        where = ", ".join(files.get(split, ())) or f"data.path={path}"
+        why = reason(error.__cause__ or error)
+        raise DataError(f"{name}: datasets cannot load {where}: {why}{hint}") from error

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from sparsepretrain.data.source import SPLITS, Document, Shard, Source, SourceOptions, ranges
-from sparsepretrain.data.sources._files import TextFile, match, refuse_shared, unreadable
+from sparsepretrain.data.source import SPLITS, TRAIN, Document, Shard, Source, SourceOptions, ranges
+from sparsepretrain.data.sources._files import TextFile, match, refuse_shared
 from sparsepretrain.data.sources._hub import load_rows
-from sparsepretrain.errors import DataError, Problems, needs, reason
-from sparsepretrain.files import parse_json
+from sparsepretrain.errors import DataError, Problems
 
 SHARD_ROWS = 16384
-"""Rows of a hub dataset per shard."""
-FILES = (".jsonl", ".json", ".parquet")
-"""Suffixes of local files; other names are splits of a hub repository."""
+"""Rows per shard."""
+FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+"""Suffix of local files -> format of ``datasets``; other names are splits of a hub repository."""
 
 Row = dict[str, Any]
 
@@ -41,7 +41,9 @@ class RecordOptions(SourceOptions):
     @property
     def local(self) -> bool:
         """True if the entries are files."""
-        return any(entry.endswith(FILES) for entries in self.entries.values() for entry in entries)
+        return any(
+            Path(entry).suffix in FILES for entries in self.entries.values() for entry in entries
+        )
 
     def problems(self) -> Problems:
         yield from SourceOptions.problems(self)
@@ -49,7 +51,7 @@ class RecordOptions(SourceOptions):
             yield "train", "must name a split or a file"
         for key, entries in self.entries.items():
             for entry in entries if self.local else []:
-                if not entry.endswith(FILES):
+                if Path(entry).suffix not in FILES:
                     # shipped configurations name hub splits
                     hint = f"; give files for data.{key} too, or data.{key}=[]"
                     yield key, f"{entry!r} is not a {', '.join(FILES)} file{hint}"
@@ -84,27 +86,21 @@ class RecordSource(Source):
 
     def shards(self) -> list[Shard]:
         if self.options.local:
-            return [Shard(s, file.size, (part, file.path)) for s, part, file in self._files()]
+            entries = [(split, part, file.path) for split, part, file in self._files()]
+        else:
+            named = self.options.entries.items()
+            entries = [(split, *each) for split, names in named for each in enumerate(names)]
         return [
             replace(shard, items=(part, entry, *shard.items))
-            for split, entries in self.options.entries.items()
-            for part, entry in enumerate(entries)
+            for split, part, entry in entries
             for shard in ranges(split, len(self._open(entry)), SHARD_ROWS)
         ]
 
     def documents(self, shard: Shard) -> Iterator[Document]:
-        """Yield the records of one shard; errors name the file and the line."""
-        part, entry, *rest = shard.items
-        if rest:
-            where = f"{self.options.path} {entry}, row "
-            chosen = self._open(entry).select(range(*rest))
-            rows: Iterable[tuple[int, Row]] = enumerate(chosen, rest[0])
-        elif entry.endswith(".parquet"):
-            where, rows = f"{entry}, row ", _parquet_rows(entry)
-        else:
-            where, rows = f"{entry}:", _json_rows(entry)
-        for number, row in rows:
-            place = f"{where}{number}"
+        """Yield the records of one shard; errors name the file or the split, and the row."""
+        part, entry, begin, end = shard.items
+        for number, row in enumerate(self._open(entry).select(range(begin, end)), begin):
+            place = f"{entry}, row {number}"
             try:
                 document = encode(self.record(row, part))
             except KeyError as error:
@@ -124,9 +120,13 @@ class RecordSource(Source):
                 for file in match(f"data.{split}", entry):
                     yield split, part, file
 
-    def _open(self, split: str) -> Any:
+    def _open(self, entry: str) -> Any:
+        if self.options.local:
+            kind = FILES[Path(entry).suffix]
+            options = replace(self.options, path=kind, subset=None, revision=None)
+            return load_rows(options, TRAIN, data_files={TRAIN: [entry]})
         instead = "let data.train and data.validation name local files"
-        return load_rows(self.options, split, instead=instead)
+        return load_rows(self.options, entry, instead=instead)
 
 
 def encode(record: Row) -> bytes:
@@ -140,31 +140,3 @@ def text(row: Row, column: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"column {column!r} holds {type(value).__name__}, not text")
     return value
-
-
-def _json_rows(file: str) -> Iterator[tuple[int, Row]]:
-    try:
-        with open(file, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                try:
-                    row = parse_json(line)
-                except ValueError as error:
-                    problem = f"not a JSON object per line ({error})"
-                    raise DataError(f"{file}:{number}: {problem}") from error
-                yield number, row
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not UTF-8 text") from error
-    except OSError as error:
-        raise unreadable(file, error) from error
-
-
-def _parquet_rows(file: str) -> Iterator[tuple[int, Row]]:
-    with needs(file, "pyarrow", "hf"):
-        from pyarrow import ArrowException, parquet
-    try:
-        batches = parquet.ParquetFile(file).iter_batches()
-        yield from enumerate(row for batch in batches for row in batch.to_pylist())
-    except (OSError, ArrowException) as error:
-        raise DataError(f"{file} cannot be read: {reason(error)}") from error
