@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from sparsepretrain.data.tokenizer import BYTES, Tokenizer, tokenizer
@@ -79,13 +79,13 @@ class TextOptions(TokenOptions):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Part of one split that a worker tokenizes at a time."""
+    """Part of one split that is tokenized at a time."""
 
     split: str
     size: int
     """Amount of text in the source's unit, for progress."""
     items: tuple[Any, ...]
-    """Arguments from which the source reads the documents in any process."""
+    """Arguments from which the source reads the documents."""
     index: int = 0
     """Position among all shards, set by the preparation."""
 
@@ -121,7 +121,7 @@ class GeneratedSource(ABC):
 
 
 class Source(ABC):
-    """Base of prepared sources. Instances must pickle: they are sent to worker processes."""
+    """Base of prepared sources."""
 
     Options: ClassVar[type[SourceOptions]]
     kind: ClassVar[str] = "text"
@@ -190,3 +190,34 @@ class IndexSource(Source):
         """Yield one JSON object per index entry."""
         for entry in self.entries(shard):
             yield json.dumps(entry, ensure_ascii=True, separators=(",", ":")), True
+
+
+SHARD_PAIRS = 16384
+"""Sentence pairs per shard: 1 to 2 s of byte-level BPE on one core, lost by an interruption."""
+
+Pairs = list[tuple[str, str]]
+"""Sentences of the source and the target language."""
+
+
+class PairSource(Source):
+    """Base of offline sources of sentence pairs that fit into memory."""
+
+    kind = "pairs"
+    offline = True
+    unit = "pairs"
+
+    @abstractmethod
+    def pairs(self) -> dict[str, Pairs]:
+        """Return the pairs of each split; raise DataError if unreadable."""
+
+    def shards(self) -> list[Shard]:
+        return [
+            replace(shard, items=tuple(found[slice(*shard.items)]))
+            for split, found in self.pairs().items()
+            for shard in ranges(split, len(found), SHARD_PAIRS)
+        ]
+
+    def documents(self, shard: Shard) -> Iterator[Document]:
+        """Yield source and target in turn."""
+        for pair in shard.items:
+            yield from ((side, True) for side in pair)

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from sparsepretrain.data import hub
+from sparsepretrain.data import hub, source
 from sparsepretrain.data.preparation import prepare
-from sparsepretrain.data.sources import hf_pairs, parallel_files
+from sparsepretrain.data.sources import hf_pairs
 from sparsepretrain.errors import DataError
 
 PLAIN = {"tokenizer": "bytes", "vocab_size": None, "validation": None}
@@ -31,7 +31,7 @@ def nothing_prepared(cache):
 
 @pytest.mark.parametrize(("shard_pairs", "workers"), [(3, 2), (16384, 1)])
 def test_two_files_become_pairs(options, files, monkeypatch, shard_pairs, workers, pair_texts):
-    monkeypatch.setattr(parallel_files, "SHARD_PAIRS", shard_pairs)
+    monkeypatch.setattr(source, "SHARD_PAIRS", shard_pairs)
     expected = [(f"sentence {i} é", f"Satz {i} ß " * i + "x") for i in range(10)]
     lines = ("\n".join(side) for side in zip(*expected, strict=True))
     held_out = files("a\r\nb\r\n", "c\nd\n", name="validation")
@@ -51,8 +51,8 @@ def test_one_file_of_two_splits_is_refused(options, files):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        (("a\nb\nc\n", "x\ny\n"), r"train\.0, line 3 .*train\.1 has 2 lines"),
-        (("a\n", "x\ny\nz\n"), r"train\.1, line 2 .*train\.0 has 1 lines"),
+        (("a\nb\nc\n", "x\ny\n"), r"data\.train: .*train\.0 has 3 lines, .*train\.1 has 2"),
+        (("a\n", "x\ny\nz\n"), r"data\.train: .*train\.0 has 1 lines, .*train\.1 has 3"),
         (("a\n\nc\n", "x\ny\nz\n"), r"train\.0, line 2: empty sentence"),
         (("a\nb\n", "x\n  \n"), r"train\.1, line 2: empty sentence"),
         ((b"a\nb\xff\n", "x\ny\n"), r"train\.0, line 2: not UTF-8 text"),

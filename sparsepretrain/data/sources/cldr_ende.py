@@ -8,22 +8,19 @@ prefixes last, and the subject behind the verb if another phrase comes first.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date, time
 from functools import cache
 from importlib import metadata
 from random import Random
 from typing import Annotated, Any, ClassVar
 
-from sparsepretrain.data.source import SPLITS, Document, Shard, Source, TokenOptions, ranges
+from sparsepretrain.data.source import SPLITS, Pairs, PairSource, TokenOptions
 from sparsepretrain.errors import DataError, needs
 from sparsepretrain.registry import register
 
 VERSION = 2
 """Version of the sentences."""
-SHARD_PAIRS = 8192
-"""Pairs per shard: less than a second of byte-level BPE on one core."""
 TRIES = 50
 """Maximum generated sentences per distinct sentence."""
 
@@ -176,7 +173,7 @@ class Options(TokenOptions):
 
 
 @register("source", "cldr_ende")
-class CldrEnDe(Source):
+class CldrEnDe(PairSource):
     """Sentence pairs about dates, times, amounts, places and languages.
 
     All English and all German sentences are distinct, so splits share none. Held-out sentences are
@@ -184,33 +181,23 @@ class CldrEnDe(Source):
     """
 
     Options: ClassVar[type[TokenOptions]] = Options
-    kind = "pairs"
-    offline = True
-    unit = "pairs"
 
     def state(self) -> list[Any]:
         """Return the versions of the sentences, Babel (with its CLDR data) and num2words."""
         with needs(self.options.name, "babel and num2words", "mt"):
             return [VERSION, metadata.version("babel"), metadata.version("num2words")]
 
-    def shards(self) -> list[Shard]:
+    def pairs(self) -> dict[str, Pairs]:
         """Generate all sentences: about a second for 5,000."""
         draws, seen = Random(self.options.seed), set[str]()
-        shards = []
-        for split in (*SPLITS[1:], SPLITS[0]):
+        kept: dict[str, Pairs] = {split: [] for split in (*SPLITS[1:], SPLITS[0])}
+        for split, found in kept.items():
             size, tries = getattr(self.options, f"{split}_pairs"), 0
-            kept: list[tuple[str, str]] = []
-            while len(kept) < size:
+            while len(found) < size:
                 pair, tries = sentence(draws), tries + 1
                 if seen.isdisjoint(pair):
                     seen.update(pair)
-                    kept.append(pair)
+                    found.append(pair)
                 elif tries >= TRIES * size:
                     raise DataError(f"data.{split}_pairs: there are too few different sentences")
-            parts = ranges(split, size, SHARD_PAIRS)
-            shards += [replace(part, items=tuple(kept[slice(*part.items)])) for part in parts]
-        return shards
-
-    def documents(self, shard: Shard) -> Iterator[Document]:
-        for pair in shard.items:
-            yield from ((side, True) for side in pair)
+        return kept
