@@ -23,10 +23,7 @@ class Export(Verb):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.description = DESCRIPTION
         parser.add_argument("run", metavar="RUN", help="a run directory or one of its checkpoints")
-        text = "add low-rank adapters to the weights, which are then not N:M"
-        parser.add_argument("--merge-adapters", action="store_true", help=text)
-        text = "default: RUN/export/hf, RUN/export/merged with --merge-adapters"
-        parser.add_argument("--out", type=Path, metavar="DIR", help=text)
+        parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/export/hf")
 
     def run(self, args: argparse.Namespace) -> int:
         from sparsepretrain.runs.directory import RunDirectory
@@ -39,5 +36,5 @@ class Export(Verb):
         directory = RunDirectory(Path(args.run))
         if directory.record_file.is_file():
             illustrate(directory)  # the figure of the card
-        export_run(args.run, merge=args.merge_adapters, out=args.out, console=console)
+        export_run(args.run, out=args.out, console=console)
         return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsepretrain.errors import ConfigError, DataError
-from sparsepretrain.export.convert import ADAPTERS, TOLERANCE, WEIGHTS, Converted
+from sparsepretrain.export.convert import TOLERANCE, WEIGHTS, Converted
 from sparsepretrain.export.semi_structured import misfit
 from sparsepretrain.sparsity.method import title
 from sparsepretrain.sparsity.operand_table import COLUMNS
@@ -42,7 +42,7 @@ def write(converted: Converted, about: dict[str, Any], directory: Path) -> None:
     lines += ["---", "", f"# {config['name']}, {title(method)}", ""]
     lines += [*_weights(converted, about), ""]
     lines += ["## Use", "", "```python", *_use(converted, auto), "```", ""]
-    loadable = about["pattern"] == "2:4" and not converted.is_timm and not converted.adapters
+    loadable = about["pattern"] == "2:4" and not converted.is_timm
     if loadable and not misfit(converted.model, converted.layers):
         lines += ["On a GPU, with the products of the sparse layers sparse:", "", "```python"]
         lines += ["from sparsepretrain.export import load_semi_structured", ""]
@@ -80,14 +80,7 @@ def _weights(converted: Converted, about: dict[str, Any]) -> list[str]:
         f"bit-identical, and logits of a random batch are {equal} (tolerance: {TOLERANCE:g} of the "
         "largest logit)."
     )
-    lines = [text, "", checked]
-    if converted.adapters:
-        lines += [
-            "",
-            f"The evaluated model includes the adapters in `{ADAPTERS}/` (peft format, a LoRA with "
-            "factor 1).",
-        ]
-    return lines
+    return [text, "", checked]
 
 
 def _use(converted: Converted, auto: str) -> list[str]:
@@ -99,8 +92,6 @@ def _use(converted: Converted, auto: str) -> list[str]:
         return ["import timm", "", f"model = {call}{words})"]
     lines = [f"from transformers import AutoTokenizer, {auto}", ""]
     lines += [f'model = {auto}.from_pretrained("DIR")']
-    if converted.adapters:
-        lines += [f'model.load_adapter("DIR/{ADAPTERS}")  # needs peft']
     lines += ['tokenizer = AutoTokenizer.from_pretrained("DIR")']
     if auto in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM"):
         lines += ['inputs = tokenizer("Some text", return_tensors="pt")']

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sparsepretrain.errors import CheckpointError
@@ -24,8 +22,6 @@ from sparsepretrain.training import derive
 from sparsepretrain.training.assembly import evaluated_model
 
 WEIGHTS = "model.safetensors"
-ADAPTERS = "adapters"
-"""Directory of low-rank adapters in peft's format."""
 TOLERANCE = 1e-4
 """Maximum difference relative to the largest logit: transformers' transposed weights change the
 order of summation."""
@@ -39,7 +35,7 @@ class Converted:
     task: Task
     method: Method
     proof: Proof
-    """Sparsity check of the evaluated weights without adapters."""
+    """Sparsity check of the evaluated weights without low-rank adapters."""
     model: nn.Module
     """Dense layers with exact zeros, on the CPU, in eval mode."""
     layers: list[str]
@@ -48,10 +44,8 @@ class Converted:
     """Random batch of two samples."""
     logits: Tensor
     """fp32 logits of the evaluated model on ``inputs``."""
-    merged: bool = False
-    """True if adapters were added into the weights, which are then dense."""
-    adapters: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Layer -> L (out_features, rank) and R (rank, in_features) if not merged."""
+    merged: bool
+    """True if adapters were added to the weights, which are then dense."""
 
     @property
     def pattern(self) -> tuple[int, int] | None:
@@ -64,29 +58,19 @@ class Converted:
         return not hasattr(self.model, "save_pretrained")
 
 
-def convert(source: WeightSource, *, merge: bool = False) -> Converted:
-    """Rebuild the model of a run's checkpoint in a class of another library.
-
-    ``merge`` adds low-rank adapters to the weights, which are dense then.
-    """
+def convert(source: WeightSource) -> Converted:
+    """Rebuild the model of a run's checkpoint in a class of another library."""
     task, model, sparsifier = evaluated_model(source)
     method, proof = sparsifier.method, sparsifier.prove()
     if proof.violations:
         raise CheckpointError(f"{source.path}: the weights are {proof}; nothing was exported")
-    states = {name: layer.sparsity for name, layer in sparsifier.layers.items()}
-    pairs = getattr(method, "low_rank", lambda layer: None)
-    factors = {name: pairs(state) for name, state in states.items()}
-    adapters = {k: (f[0].detach(), f[1].detach()) for k, f in factors.items() if f is not None}
-    added = {k for k, layer in sparsifier.layers.items() if residual_weight(layer) is not None}
-    merge = merge or adapters.keys() != added  # only low-rank summands can stay separate
-    dense = densify(copy.deepcopy(model), fold=merge)
+    layers = sparsifier.layers
+    merged = any(residual_weight(layer) is not None for layer in layers.values())
+    dense = densify(copy.deepcopy(model))
     stock = task.recipe.stock(dense, task.model_options, getattr(task, "head", None))
     inputs = _small_batch(task)
-    return Converted(
-        *(source, task, method, proof, stock, list(states), inputs, run(model, inputs)),
-        merged=merge and bool(added),
-        adapters={} if merge else adapters,
-    )
+    logits = run(model, inputs)
+    return Converted(source, task, method, proof, stock, list(layers), inputs, logits, merged)
 
 
 @torch.no_grad()
@@ -114,7 +98,7 @@ def _small_batch(task: Task) -> dict[str, Tensor]:
 
 
 def write(converted: Converted, directory: Path) -> float:
-    """Write weights, configuration, adapters and tokenizer, reload and compare.
+    """Write weights, configuration and tokenizer, reload and compare.
 
     Return the largest difference of a logit from evaluation's.
     """
@@ -135,8 +119,6 @@ def write(converted: Converted, directory: Path) -> float:
         save_tokenizer(tokenizer, directory)
         with quiet():
             model.save_pretrained(directory)  # type: ignore[operator]
-    if converted.adapters:
-        _write_adapters(converted, directory / ADAPTERS)
     loaded = load(converted, directory)
     for name in converted.layers:
         written, read = (m.get_submodule(name) for m in (model, loaded))
@@ -145,10 +127,6 @@ def write(converted: Converted, directory: Path) -> float:
         proven = pattern is None or bool(nm_holds(weight, *pattern, axis))  # type: ignore[arg-type]
         if not proven or not torch.equal(written.weight, weight):  # type: ignore[arg-type]
             raise CheckpointError(f"the weight of {name} changed when it was written and loaded")
-    for name, (left, right) in converted.adapters.items():
-        loaded.get_submodule(name).register_forward_hook(
-            lambda _, inputs, y, a=left, b=right: y + inputs[0] @ b.t() @ a.t()
-        )
     logits = run(loaded, converted.inputs)
     difference = float((logits - converted.logits).abs().max())
     if not difference <= TOLERANCE * max(1.0, float(converted.logits.abs().max())):
@@ -167,27 +145,3 @@ def load(converted: Converted, directory: Path) -> nn.Module:
     with quiet(str(directory)):
         cls: Any = type(converted.model)
         return cls.from_pretrained(directory, dtype=torch.float32).eval()
-
-
-def _write_adapters(converted: Converted, directory: Path) -> None:
-    """Write L and R as a LoRA of peft, which adds L·R to the weight."""
-    directory.mkdir()
-    tensors: dict[str, Tensor] = {}
-    for name, (left, right) in converted.adapters.items():
-        tensors[f"base_model.model.{name}.lora_A.weight"] = right.contiguous()
-        tensors[f"base_model.model.{name}.lora_B.weight"] = left.contiguous()
-    save_file(tensors, directory / "adapter_model.safetensors", {"format": "pt"})
-    modules = [converted.model.get_submodule(name) for name in converted.adapters]
-    rank = next(iter(converted.adapters.values()))[1].shape[0]
-    settings = {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": rank,  # lora_alpha / r scales L·R
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": list(converted.adapters),
-        "fan_in_fan_out": all(type(m).__name__ == "Conv1D" for m in modules),
-        "inference_mode": True,
-    }
-    file = directory / "adapter_config.json"
-    file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -20,7 +20,6 @@ from sparsepretrain.tracking.console import Console
 def export_run(
     path: str | Path,
     *,
-    merge: bool = False,
     out: Path | None = None,
     console: Console | None = None,
 ) -> Path:
@@ -33,9 +32,7 @@ def export_run(
 
     Args:
         path: a run directory or one of its checkpoints.
-        merge: add low-rank adapters to the weights, which are dense then.
-        out: output directory; None: ``export/hf`` of the run, or ``export/merged``. An earlier
-            export is replaced.
+        out: output directory; None: ``export/hf`` of the run. An earlier export is replaced.
         console: prints a summary; by default to stdout.
 
     Returns:
@@ -48,8 +45,8 @@ def export_run(
     source = weights.find(path, console.warn)
     if source.config is None:
         raise ConfigError(f"{path} is a Hugging Face checkpoint already: give a run")
-    directory = _place(source, "merged" if merge else "hf", out)
-    converted = convert.convert(source, merge=merge)
+    directory = _place(source, out)
+    converted = convert.convert(source)
     stage = directory.with_name(f".{directory.name}.tmp")
     try:
         shutil.rmtree(stage, ignore_errors=True)
@@ -75,12 +72,12 @@ def export_run(
     return directory
 
 
-def _place(source: WeightSource, name: str, out: Path | None) -> Path:
+def _place(source: WeightSource, out: Path | None) -> Path:
     """Return the output directory, which must be missing, empty, or an earlier export."""
     if out is None:
         if source.run is None:
             raise ConfigError(f"{source.path} does not lie in a run directory: give --out DIR")
-        out = source.run.exports / name
+        out = source.run.exports / "hf"
     own = (out / semi_structured.ABOUT).is_file()
     if out.exists() and not own and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"{out} exists and is no export: choose another --out")
@@ -90,17 +87,12 @@ def _place(source: WeightSource, name: str, out: Path | None) -> Path:
 def _about(converted: convert.Converted, difference: float) -> dict[str, Any]:
     """Return the content of ``sparsity.json``."""
     source, proof, pattern = converted.source, converted.proof, converted.pattern
-    described = str(proof)
-    if converted.merged:
-        described = "dense: adapters were added to the weights"
-    elif converted.adapters:
-        described += f", and adapters of rank {next(iter(converted.adapters.values()))[1].shape[0]}"
+    merged = "dense: adapters were added to the weights"
     return {
         "method": converted.method.options.name,
         "pattern": pattern and f"{pattern[0]}:{pattern[1]}",
-        "weights": described,
+        "weights": merged if converted.merged else str(proof),
         "layers": converted.layers,
-        "adapters": bool(converted.adapters),
         "largest_logit_difference": difference,
         "config_hash": freeze.identity(source.config or {}),
         "step": source.step,

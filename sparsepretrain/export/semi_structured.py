@@ -44,7 +44,7 @@ def load_semi_structured(
         (name,) = read_json(directory / "config.json")["architectures"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{directory} is not an export of a transformers model") from error
-    if about["pattern"] != "2:4" or about["adapters"]:
+    if about["pattern"] != "2:4":
         raise ConfigError(
             f"semi-structured tensors are 2:4, those in {directory} are {about['weights']}: load "
             "it with transformers"

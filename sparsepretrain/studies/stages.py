@@ -81,7 +81,7 @@ def _evaluate(run: str, stage: Stage, config_dirs: Sequence[Path], console: Cons
 def _measure(run: Run, stage: Stage, step: int, console: Console) -> int:
     from sparsepretrain.export import export_run
 
-    export_run(RunDirectory.of(run).path, merge=True, console=console)
+    export_run(RunDirectory.of(run).path, console=console)
     words = harness_command(run, stage, step)
     console.info(f"$ {shell_line(words)}")
     os.execv(sys.executable, [sys.executable, "-m", *words])
@@ -91,7 +91,7 @@ def harness_command(run: Run, stage: Stage, step: int) -> tuple[str, ...]:
     """Return the command of lm-evaluation-harness for the fp32 export of a run."""
     directory = RunDirectory.of(run)
     # later positions were not trained
-    model = f"pretrained={directory.exports / 'merged'},max_length={run.task.sequence_length}"
+    model = f"pretrained={directory.exports / 'hf'},max_length={run.task.sequence_length}"
     words = ["lm_eval", "--model", "hf", "--model_args", model, "--tasks", str(stage.lm_eval)]
     words += ["--batch_size", str(run.batch.micro)]
     words += ["--device", "cpu"] if run.parallel.device == "cpu" else []
@@ -104,7 +104,7 @@ def commands(part: Part, cell: Cell, stage: Stage) -> list[tuple[str, ...]]:
     directory = str(RunDirectory.of(cell.run))
     if stage.lm_eval is not None:
         measure = harness_command(cell.run, stage, cell.run.steps)
-        return [("sparsepretrain", "export", directory, "--merge-adapters"), measure]
+        return [("sparsepretrain", "export", directory), measure]
     flags = [word for directory in part.config_dirs for word in ("--config-dir", str(directory))]
     if stage.finetune is not None and part.stop_after is not None:
         flags += ["--stop-after", str(part.stop_after)]

@@ -98,10 +98,10 @@ def test_the_lines_for_a_shell_export_and_measure(tmp_path):
     cell, stage = Cell("row", "", 0, (), run), Stage(name="zero_shot", lm_eval="piqa,race")
     export, measure = commands(Part("t", Table(title="t"), None, [cell]), cell, stage)
     place = RunDirectory.of(run).path
-    assert export == ("sparsepretrain", "export", str(place), "--merge-adapters")
+    assert export == ("sparsepretrain", "export", str(place))
     words = dict(zip(measure[1::2], measure[2::2], strict=True))
     length = run.task.sequence_length
-    assert words["--model_args"] == f"pretrained={place}/export/merged,max_length={length}"
+    assert words["--model_args"] == f"pretrained={place}/export/hf,max_length={length}"
     assert words["--tasks"] == "piqa,race"
 
 

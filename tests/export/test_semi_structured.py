@@ -12,8 +12,6 @@ from transformers import AutoModelForCausalLM
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.export import load_semi_structured, semi_structured
 
-ADAPTERS = ("sparsity=slope", "sparsity.adapters.rank=2", "sparsity.adapters.start=0.5")
-
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -29,7 +27,6 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "are 2:4, those in .* are dense weights since step 2",
         ),
         (("sparsity=ste", "sparsity.n=1"), "are 2:4, those in .* are 1:4 in all"),
-        (ADAPTERS, "are 2:4 in all .*, and adapters of rank 2"),
     ],
 )
 def test_unsupported_weights_are_refused(overrides, message, tmp_path):
