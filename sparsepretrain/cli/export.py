@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 from sparsepretrain.cli._verb import Verb
-from sparsepretrain.cli.train import illustrate
 from sparsepretrain.registry import register
 
 DESCRIPTION = """\
@@ -26,15 +25,11 @@ class Export(Verb):
         parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/export/hf")
 
     def run(self, args: argparse.Namespace) -> int:
-        from sparsepretrain.runs.directory import RunDirectory
         from sparsepretrain.tracking.console import Console
 
         console = Console()
         console.loading(args.run)
         from sparsepretrain.export import export_run
 
-        directory = RunDirectory(Path(args.run))
-        if directory.record_file.is_file():
-            illustrate(directory)  # the figure of the card
         export_run(args.run, out=args.out, console=console)
         return 0

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
 from sparsepretrain.errors import ConfigError, DataError
 from sparsepretrain.export.convert import TOLERANCE, WEIGHTS, Converted
-from sparsepretrain.export.semi_structured import misfit
 from sparsepretrain.sparsity.method import title
 from sparsepretrain.sparsity.operand_table import COLUMNS
-
-FIGURE = "flip_rate.png"
 
 AUTO = {
     "ForCausalLM": ("AutoModelForCausalLM", "text-generation"),
@@ -28,7 +24,7 @@ AUTO = {
 
 
 def write(converted: Converted, about: dict[str, Any], directory: Path) -> None:
-    """Write ``README.md`` and, if available, the figure of flip rates."""
+    """Write ``README.md``."""
     source, task, method = converted.source, converted.task, converted.method
     config: dict[str, Any] = source.config or {}
     name = type(converted.model).__name__
@@ -42,20 +38,11 @@ def write(converted: Converted, about: dict[str, Any], directory: Path) -> None:
     lines += ["---", "", f"# {config['name']}, {title(method)}", ""]
     lines += [*_weights(converted, about), ""]
     lines += ["## Use", "", "```python", *_use(converted, auto), "```", ""]
-    loadable = about["pattern"] == "2:4" and not converted.is_timm
-    if loadable and not misfit(converted.model, converted.layers):
-        lines += ["On a GPU, with the products of the sparse layers sparse:", "", "```python"]
-        lines += ["from sparsepretrain.export import load_semi_structured", ""]
-        lines += ['model = load_semi_structured("DIR", device="cuda")', "```", ""]
     lines += ["## Method", "", f"{method.summary}. {method.paper}".replace(". –", "."), ""]
     cells = [str(operand) for operand in method.sparse_row]
     for row in (COLUMNS.values(), ["---"] * len(cells), cells):
         lines.append(f"| {' | '.join(row)} |")
     lines += ["", "fprop Y = Xf(X)·A(W)ᵀ, dgrad dX = P(G)·B(W), wgrad dW = U(G)ᵀ·Xw(X)", ""]
-    run = source.run
-    if run is not None and (figure := run.plots / FIGURE).is_file():
-        shutil.copyfile(figure, directory / FIGURE)
-        lines += [f"![Flip rate: share of mask entries that change per step]({FIGURE})", ""]
     lines += ["## Training", "", "| | |", "| --- | --- |"]
     lines += [f"| {key} | {value} |" for key, value in _training(converted, about).items()]
     lines += ["", f"The resolved configuration is in `config.yaml`. Task: {task.options.name}."]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsepretrain.errors import CheckpointError
-from sparsepretrain.export.tokenizer import make_tokenizer, save_tokenizer
+from sparsepretrain.export.tokenizer import make_tokenizer
 from sparsepretrain.models.pretrained import quiet
 from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.sparsity import Method, densify
@@ -116,7 +116,7 @@ def write(converted: Converted, directory: Path) -> float:
         )
     else:
         tokenizer = make_tokenizer(derive.tokenizer_file(converted.source), task, model)
-        save_tokenizer(tokenizer, directory)
+        tokenizer.save_pretrained(directory)
         with quiet():
             model.save_pretrained(directory)  # type: ignore[operator]
     loaded = load(converted, directory)

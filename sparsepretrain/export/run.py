@@ -26,9 +26,9 @@ def export_run(
     """Write a run's evaluated model as files for transformers or timm.
 
     Writes weights (fp32 safetensors, exact zeros, scales folded in), configuration, tokenizer,
-    model card with flip rates, ``sparsity.json`` and the frozen configuration. The files are
-    reloaded and checked before they are moved to their path: sparse layers are N:M with +0.0, and
-    logits equal evaluation's.
+    model card, ``sparsity.json`` and the frozen configuration. The files are reloaded and checked
+    before they are moved to their path: sparse layers are N:M with +0.0, and logits equal
+    evaluation's.
 
     Args:
         path: a run directory or one of its checkpoints.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +44,9 @@ def make_tokenizer(file: Path | None, task: Task, model: Any) -> Any:
             settings["model_max_length"] = getattr(task.options, key)
     if codec.end_of_text is not None and getattr(task.recipe, "causal", True):
         _set_token_ids(model, task, codec.end_of_text)
-    # transformers 4 would add token types, which GPT-2 embeds like tokens
+    # no token types, which GPT-2 would embed like tokens
     settings["model_input_names"] = ["input_ids", "attention_mask"]
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
-
-
-def save_tokenizer(tokenizer: Any, directory: Path) -> None:
-    """Write the tokenizer under a class name that transformers 4 knows too."""
-    tokenizer.save_pretrained(directory)
-    file = directory / "tokenizer_config.json"
-    settings = json.loads(file.read_text(encoding="utf-8")) | {
-        "tokenizer_class": "PreTrainedTokenizerFast"
-    }
-    settings.pop("backend", None)
-    file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _set_token_ids(model: Any, task: Task, end: int) -> None:

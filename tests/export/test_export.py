@@ -68,7 +68,6 @@ def test_the_default_run_generates_with_transformers_alone(tmp_path):
     assert loaded.decode(ids.tolist()) == TEXT
     assert (loaded.eos_token_id, len(loaded), loaded.model_max_length) == (0, 256, 128)
     settings = json.loads((directory / "tokenizer_config.json").read_text())
-    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast", "the name in transformers 4"
     assert settings["model_input_names"] == ["input_ids", "attention_mask"]
     assert len({file.stat().st_mode for file in directory.iterdir()}) == 1, "all may be read"
 

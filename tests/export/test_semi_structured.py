@@ -31,7 +31,6 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_unsupported_weights_are_refused(overrides, message, tmp_path):
     directory, _ = export(write_run(tmp_path, "gpt2", *overrides))
-    assert "load_semi_structured" not in (directory / "README.md").read_text()
     with pytest.raises(ConfigError, match=message):
         load_semi_structured(directory)
 
@@ -48,11 +47,9 @@ def test_layers_of_other_sizes_are_refused(tmp_path):
     assert semi_structured.misfit(model, layers).endswith(
         "mlp.c_fc is 160 × 40, not multiples of 64 × 64"
     )
-    assert "load_semi_structured" not in (directory / "README.md").read_text()
 
 
 def test_loader_errors_name_the_reason(exported, tmp_path):
-    assert "load_semi_structured" in (exported / "README.md").read_text()
     with pytest.raises(ConfigError, match="need a CUDA device, got device='cpu'"):
         load_semi_structured(exported, device="cpu")
     with pytest.raises(ConfigError, match=r"for fp16 and bf16, not for torch\.float32"):
