@@ -110,10 +110,6 @@ class RecordSource(Source):
                 raise DataError(f"{place}: {str(error)[:200]}") from error
             yield document, True
 
-    def missing(self) -> str:
-        mirror = "let data.train and data.validation name files of a mirror"
-        return f"{super().missing()} (needs the network), or {mirror}"
-
     def _files(self) -> Iterator[tuple[str, int, TextFile]]:
         for split, entries in self.options.entries.items():
             for part, entry in enumerate(entries):
