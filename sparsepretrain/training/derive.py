@@ -14,6 +14,7 @@ from sparsepretrain.config.validate import load_parsed, validate
 from sparsepretrain.data.encoding import open_codec
 from sparsepretrain.data.tokenizer import BYTES, tokenizer
 from sparsepretrain.errors import CheckpointError, ConfigError, DataError
+from sparsepretrain.models.pretrained import Pretrained, PretrainedOptions
 from sparsepretrain.runs import weights
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.weights import WeightSource
@@ -211,9 +212,13 @@ def tokenizer_file(source: WeightSource) -> Path | None:
 
 def _name(file: Path | None, source: WeightSource) -> str:
     """Return the configuration's name of the tokenizer that :func:`tokenizer_file` found."""
-    if file is None and source.config is None:
-        raise CheckpointError(
-            f"{source.path} has no tokenizer.json: save a fast tokenizer there, or give "
-            "task.tokenizer=FILE"
-        )
-    return BYTES if file is None else str(file)
+    if file is not None:
+        return str(file)
+    if source.config is None:
+        options = PretrainedOptions(name="", family="pretrained", path=str(source.path))
+        if Pretrained.vocabulary(options) != 256:
+            raise CheckpointError(
+                f"{source.path} has no tokenizer.json: save a fast tokenizer there, or give "
+                "task.tokenizer=FILE"
+            )
+    return BYTES

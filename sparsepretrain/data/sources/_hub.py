@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -90,11 +89,7 @@ class HubSource(Source):
 
 
 def load_rows(
-    options: Any,
-    split: str,
-    *,
-    instead: str = "",
-    data_files: Mapping[str, Sequence[str]] | None = None,
+    options: Any, split: str, *, instead: str = "", data_files: dict[str, list[str]] | None = None
 ) -> Any:
     """Load a split (or a slice such as train[:10%]) of the dataset of ``options``.
 
