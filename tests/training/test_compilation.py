@@ -34,7 +34,7 @@ def counter(monkeypatch):
     [
         ("", CPU, "none", False),
         *((words, CUDA, "blocks", True) for words in ("", "parallel=ddp", "parallel=fsdp")),
-        ("probe=estimator", CUDA, "none", False),
+        ("probe=descent", CUDA, "none", False),
         *((f"compile={word}", CUDA, "none", False) for word in ("false", "off", "none")),
         ("compile=blocks", CPU, "blocks", False),
         ("compile=true", CPU, "model", False),

@@ -1,4 +1,7 @@
-"""Lifetimes of mask entries, and groups whose masks keep changing."""
+"""A probe of your own: lifetimes of mask entries, and groups whose masks keep changing.
+
+sparsepretrain train 'plugins=[docs/examples/lifetime.py]' 'probe.lifetime={every: 100}'
+"""
 
 from __future__ import annotations
 
