@@ -96,23 +96,17 @@ def _training(converted: Converted, about: dict[str, Any]) -> dict[str, str]:
     step = source.step or 0
     seen = [line for line in lines if line["step"] <= step]
     scores = [line for line in seen if line.get("split") == "validation"]
-    tokens = next((line["tokens"] for line in reversed(seen) if "tokens" in line), None)
     loss = scores[-1].get("loss") if scores else None
-    packages = ", ".join(f"{k} {v}" for k, v in environment.get("packages", {}).items())
     rows = {
         "command": f"`{environment['command']}`" if environment.get("command") else None,
         "configuration": f"`{about['config_hash']}`, seed {config['seed']}",
         "commit": environment.get("commit"),
         "steps": f"{step} of {config['steps']}",
-        converted.task.unit: None if tokens is None else f"{tokens:,}",
         "data": config["data"].get("name"),
         "precision": config["precision"]["name"],
         "validation loss": None
         if loss is None or not math.isfinite(loss)
         else f"{loss:.4f} at step {scores[-1]['step']} (nats; eval.batches="
         f"{config['eval']['batches']})",
-        "trained with": f"sparsepretrain {environment.get('sparsepretrain')}, {packages}"
-        if packages
-        else None,
     }
     return {key: value for key, value in rows.items() if value is not None}

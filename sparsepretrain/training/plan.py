@@ -79,7 +79,6 @@ def dry_run(run: Run, console: Console) -> None:
             f"\n{size(saved)} activations per micro-batch ({run.batch.micro})"
             f"\n{(others + sparse + saved) / dense:.3f} of what a dense run needs",
         ),
-        ("bytes per entry", f"{each}; others: {sum(other):.3g}"),
         ("checkpoint", f"{size(stored)}: weights, moments{' and averages' * bool(averages)}"),
         *shard_rows(run, model, sparsifier, others + sparse - entries[1] * other.operands),
         (
@@ -97,13 +96,12 @@ def dry_run(run: Run, console: Console) -> None:
 def shard_rows(
     run: Run, model: nn.Module, sparsifier: Sparsifier, state: float
 ) -> list[tuple[str, str]]:
-    """Return memory and traffic of a rank of ``parallel=fsdp``, by formula; else no rows."""
+    """Return the memory of a rank of ``parallel=fsdp``, by formula; else no rows."""
     processes = run.nproc
     if run.parallel.name != "fsdp" or processes == 1:
         return []
-    replicas, again = run.parallel.replicas, 1 + run.parallel.reshard_after_forward
-    shards, width = processes // replicas, compute_dtype(run.precision).itemsize
-    master = max(4, width)
+    replicas, width = run.parallel.replicas, compute_dtype(run.precision).itemsize
+    shards = processes // replicas
     twice = set()  # weights whose B is gathered too
     if sparsifier.method.sparse_row.has_two_weights:
         twice = {layer.weight for layer in sparsifier.layers.values()}
@@ -112,30 +110,16 @@ def shard_rows(
         return sum(p.numel() * (1 + (p in twice)) for p in module.parameters())
 
     each, whole = [entries(block) for block in blocks(model)], entries(model)
-    numbers = sum(p.numel() for p in model.parameters())
-    part = 1 - 1 / shards
-    gathers = again * width * whole * part
-    micro_batches = run.batch.size // (run.batch.micro * processes)
-    once = micro_batches > 1 and not run.parallel.reduce_each
-    sums = master * numbers * part
-    sums += 2 * (1 - 1 / replicas) * master * numbers / shards
-    sums *= 1 if once else micro_batches
     copies = f" in each of {replicas} replicas" if replicas > 1 else ""
-    return [
-        (
-            "memory per process",
-            f"{size(state / shards)}: 1/{shards} of the above{copies}"
-            f"\n{size(width * (whole - sum(each)))} gathered for the whole forward, "
-            f"{size(width * max(each, default=0))} for a block"
-            + once
-            * f"\n{size(master * numbers)} gradients, which parallel.reduce_each=true frees",
-        ),
-        (
-            "received per process",
-            f"{size(gathers * micro_batches + sums)} per step: {size(gathers)} operands per "
-            f"micro-batch, {size(sums)} gradients",
-        ),
-    ]
+    text = (
+        f"{size(state / shards)}: 1/{shards} of the above{copies}"
+        f"\n{size(width * (whole - sum(each)))} gathered for the whole forward, "
+        f"{size(width * max(each, default=0))} for a block"
+    )
+    if run.batch.size > run.batch.micro * processes and not run.parallel.reduce_each:
+        gradients = max(4, width) * sum(p.numel() for p in model.parameters())
+        text += f"\n{size(gradients)} gradients, which parallel.reduce_each=true frees"
+    return [("memory per process", text)]
 
 
 def check(run: Run) -> None:
@@ -184,9 +168,6 @@ class BytesPerEntry(NamedTuple):
     """A(W) and B(W) in the dtype of the matmuls; of a dense weight the cast that autocast keeps."""
     masks: float = 0.0
     """The mask that flips are counted against, packed: one bit."""
-
-    def __str__(self) -> str:
-        return ", ".join(f"{v:.3g} {k}" for k, v in self._asdict().items())
 
 
 def bytes_per_entry(run: Run, method: Method) -> tuple[BytesPerEntry, BytesPerEntry]:
@@ -247,16 +228,13 @@ def require_a_sparse_step(run: Run) -> None:
     )
 
 
-def notes(run: Run) -> list[str]:
-    """Return one line for each setting that is unlikely for a run of this length."""
-    found = []
+def warmup_note(run: Run) -> str | None:
+    """Return a line about a warm-up that is not over when the run ends; None: it is."""
     warmup = warmup_steps(run.schedule, run.steps)
-    if warmup >= run.steps:
-        share = learning_rate(run.schedule, 1.0, run.steps - 1, run.steps)
-        found.append(
-            f"the warm-up ({warmup:,} steps) is not over when the run ends ({run.steps:,} steps): "
-            f"the learning rate reaches {share:.0%} of optim.lr; lower schedule.warmup"
-        )
-    if run.eval.batches != 0 and not run.eval.every:
-        found.append("one evaluation only, at the end: eval.every=0")
-    return found
+    if warmup < run.steps:
+        return None
+    share = learning_rate(run.schedule, 1.0, run.steps - 1, run.steps)
+    return (
+        f"the warm-up ({warmup:,} steps) is not over when the run ends ({run.steps:,} steps): "
+        f"the learning rate reaches {share:.0%} of optim.lr; lower schedule.warmup"
+    )

@@ -218,7 +218,7 @@ def _announce(t: Session, directory: RunDirectory, console: Console) -> None:
     )
     if t.run.backend != "emulate":
         console.info(coverage.chosen)
-    for note in plan.notes(t.run):
+    if note := plan.warmup_note(t.run):
         console.info(f"note: {note}")
 
 
