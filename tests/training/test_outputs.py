@@ -124,7 +124,6 @@ def test_one_evaluation_is_one_number(tiny):
     (loss,) = [line["loss"] for line in metrics(outcome.directory) if "split" in line]
     assert outcome.output.count(f"{loss:.4f}") == 2 and "→" not in outcome.output
     assert [line["step"] for line in metrics(outcome.directory)] == [1, 1]
-    assert "note: one evaluation only" in outcome.output
 
 
 def test_training_without_a_sparse_step_is_noted(tiny):
