@@ -59,7 +59,7 @@ class Lifetime(Probe["Session"]):
         if self._layers:
             return
         for name, layer in session.sparsifier.layers.items():
-            mask = layer.sparsity.compared_mask(layer.weight)
+            mask = compared_mask(layer)
             bins = self._bins(session, layer)
             self._layers[name] = {
                 "mask": mask,
@@ -84,7 +84,7 @@ class Lifetime(Probe["Session"]):
             self._counts, self._compared = dict.fromkeys(COUNTS, 0), 0
 
     def _follow(self, session: Session, layer: SparseLayer, kept: dict[str, Tensor]) -> None:
-        new, old = layer.sparsity.compared_mask(layer.weight), kept["mask"]
+        new, old = compared_mask(layer), kept["mask"]
         changed = new ^ old
         dead, born = old & changed, new & changed
         for key, which in zip(COUNTS, (dead, born, born & kept["died"]), strict=True):
@@ -146,3 +146,8 @@ class Lifetime(Probe["Session"]):
             for name, kept in state["layers"].items()
         }
         self._counts, self._compared = dict(state["counts"]), int(state["compared"])
+
+
+def compared_mask(layer: SparseLayer) -> Tensor:
+    """Return the mask of the last comparison; bool, shape of the weight."""
+    return kernels.unpack_rows(layer.sparsity.previous_mask, layer.weight.shape)

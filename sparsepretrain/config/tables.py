@@ -242,8 +242,6 @@ class Table:
     """Label -> overrides."""
     match: dict[str, Match] = field(default_factory=dict)
     """Row -> the row whose cost it gets."""
-    scaling: list[str] = field(default_factory=list)
-    """Rows, with masks of one method, to which the page fits a scaling law."""
     columns: dict[str, list[str]] = field(default_factory=dict)
     """Label -> overrides; a cell is a row and a column. Empty: one column without a label."""
     baseline: str | None = "dense"
@@ -272,7 +270,6 @@ class Table:
                 if self.baseline not in (None, metric.percent_of):
                     yield f"metrics.{key}.percent_of", f"must be the baseline, {self.baseline!r}"
         yield from _unknown("match", self.match, self.rows)
-        yield from _unknown("scaling", self.scaling, self.rows)
         for row, match in self.match.items():
             yield from _unknown(f"match.{row}.to", [match.to], self.rows)
             if match.to in self.match:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.kernels import ClockKey, NoiseKey, noise_key, pack_rows, unpack_rows, unpacked
+from sparsepretrain.kernels import ClockKey, NoiseKey, noise_key, pack_rows, unpacked
 from sparsepretrain.kernels.common import widen
 from sparsepretrain.kernels.keys import AnyKey
 from sparsepretrain.sparsity.backend import LayerProducts, LayerSize
@@ -212,10 +212,6 @@ class LayerState(nn.Module):
 
         group = self._group(updating=False)
         return self.rows.apply(choose, widen(self.rows.local(weight).detach()), self, group)
-
-    def compared_mask(self, weight: Tensor) -> Tensor:
-        """Return the mask of the last comparison; bool, shape of ``weight``."""
-        return unpack_rows(self.previous_mask, weight.shape)
 
 
 def _never_called(module: nn.Module, args: tuple[object, ...]) -> None:

@@ -119,12 +119,8 @@ class SequenceClassification(RecordTask):
 
 def _cut(first: Any, second: Any, room: int) -> tuple[Any, Any]:
     """Truncate the longer text to the other's length, then both equally, until they fit."""
-    excess = max(0, len(first) + len(second) - room)
-    longer = min(excess, abs(len(first) - len(second)))
-    half = excess - longer
-    cuts = [half - half // 2, half // 2]
-    cuts[0 if len(first) >= len(second) else 1] += longer
-    return first[: len(first) - cuts[0]], second[: len(second) - cuts[1]]
+    length = min(len(first), max(room // 2, room - len(second)))
+    return first[:length], second[: room - length]
 
 
 def _measure(metric: str, predicted: Sequence[float], labels: Sequence[float]) -> float:

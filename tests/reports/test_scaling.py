@@ -3,14 +3,17 @@
 import dataclasses
 import itertools
 import math
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sparsepretrain.config.tables import load_table
-from sparsepretrain.reports import scaling
 from sparsepretrain.reports.results import CellResult, TableResults
-from sparsepretrain.reports.scaling import Law, Point, fit
+
+SCALING = runpy.run_path(str(Path(__file__).parents[2] / "docs/examples/scaling_law.py"))
+Law, Point, fit = (SCALING[name] for name in ("Law", "Point", "fit"))
 
 TRUE = {"a_S": 0.5, "b_S": 0.7, "c_S": 1.0, "b_N": 0.25, "a_D": 0.3, "b_D": 0.4, "c": 0.6}
 
@@ -86,9 +89,9 @@ def test_the_page_shows_measured_and_fitted_losses():
             about = {"row": row, "seed": seed, "state": "finished"}
             cells.append(CellResult(**about, **cost, metrics=metrics))
     results = TableResults(name="match", scale="nano", cells=cells)
-    lines = scaling.section(results, table)
+    lines = SCALING["section"](results, table, ["S-STE"])
     assert any(line.startswith("| b_N | 0.25 | ±") for line in lines)
     assert sum(line.endswith("| +0.00 |") or line.endswith("| -0.00 |") for line in lines) == 9
     half = dataclasses.replace(results, cells=[c for c in cells if c.row != "dense"])
-    assert scaling.section(half, table)[0].startswith("Not fitted: 0 of")
-    assert math.isclose(scaling.points(results, table)[1].sparsity, 0.4)
+    assert SCALING["section"](half, table)[0].startswith("Not fitted: 0 of")
+    assert math.isclose(SCALING["points"](results, table)[1].sparsity, 0.4)

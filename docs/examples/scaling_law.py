@@ -1,4 +1,9 @@
-"""Scaling law of sparse networks (arXiv:2309.08520), fitted to the rows of a table.
+"""Fit the scaling law of sparse networks (arXiv:2309.08520) to the record of a table.
+
+    python docs/examples/scaling_law.py docs/tables/records/match.json.gz S-STE
+
+prints coefficients and residuals. Rows named after the record are left out, since a law holds for
+masks of one method.
 
     L = (a_S·(1 - S)^b_S + c_S)·N^(-b_N) + a_D·D^(-b_D) + c
 
@@ -10,17 +15,19 @@ a_D only.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import least_squares
 from scipy.stats import t
 
-from sparsepretrain.config.tables import Table
+from sparsepretrain.config.tables import Table, load_table
 from sparsepretrain.reports.page import markdown_table
-from sparsepretrain.reports.results import TableResults
+from sparsepretrain.reports.results import TableResults, read_record
 
 NAMES = ("a_S", "b_S", "c_S", "b_N", "a_D", "b_D", "c")
 FEWEST = 6
@@ -110,8 +117,8 @@ def fit(points: Sequence[Point]) -> Law | str:
     return Law(dict(zip(names, pairs, strict=True)), fitted)
 
 
-def points(results: TableResults, table: Table) -> list[Point]:
-    """Return the finished rows that ``table.scaling`` names; none without a finished baseline."""
+def points(results: TableResults, table: Table, left_out: Sequence[str] = ()) -> list[Point]:
+    """Return the finished rows except ``left_out``; none without a finished baseline."""
     values = results.values(next(iter(table.metrics)))
     of_row = {cell.row: cell for cell in results.cells if cell.nonzero and cell.row in values}
     dense = of_row.get(table.baseline or "")
@@ -125,14 +132,14 @@ def points(results: TableResults, table: Table) -> list[Point]:
             own.tokens / dense.tokens,
             float(np.mean(list(values[row].values()))),
         )
-        for row in table.scaling
-        if (own := of_row.get(row)) is not None
+        for row in table.rows
+        if (own := of_row.get(row)) is not None and row not in left_out
     ]
 
 
-def section(results: TableResults, table: Table) -> list[str]:
-    """Return lines of the page: coefficients, then measured and fitted values of the rows."""
-    known = points(results, table)
+def section(results: TableResults, table: Table, left_out: Sequence[str] = ()) -> list[str]:
+    """Return Markdown lines: coefficients, then measured and fitted values of the rows."""
+    known = points(results, table, left_out)
     law = fit(known)
     if isinstance(law, str):
         return [law]
@@ -161,3 +168,8 @@ def section(results: TableResults, table: Table) -> list[str]:
         "",
         *markdown_table(header, measured),
     ]
+
+
+if __name__ == "__main__":
+    record = read_record(Path(sys.argv[1]))
+    print(*section(record, load_table(record.name), sys.argv[2:]), sep="\n")
