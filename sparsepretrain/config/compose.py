@@ -204,7 +204,11 @@ def _composing(parsed: Overrides) -> Iterator[str]:
         near = suggestion(missing.rpartition("/")[2], error.options or ())
         raise ConfigError(f"{missing}.yaml does not exist{near}") from error
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+        text = str(error).splitlines()[0]
+        absent = re.search(r"'(\w+)\.[\w.]+' not found", text)
+        if absent and (choice := parsed.choices.get(absent[1])):
+            text = f"does not go with {absent[1]}={choice}: {text}"
+        raise ConfigError(f"{error.full_key}: {text}") from error
     except ConfigError:
         raise
     except RecursionError as error:

@@ -99,7 +99,6 @@ def test_all_mistakes_of_all_cells_are_reported(tmp_path):
         (matching("dense", "dense"), "'dense' is matched itself"),
         (matching("dense", "dense", "time"), "one of parameters, flops, tokens, got 'time'"),
         (matching("dense", "γ = 0.2"), "is for tables without columns"),
-        ({"scaling": ["half"]}, "scaling 'half' is unknown"),
     ],
 )
 def test_mistakes_in_a_file_name_file_and_key(tmp_path, changes, message):

@@ -110,9 +110,7 @@ def test_plugin_method_trains_resumes_evaluates_and_densifies(tiny, configs, sto
     assert_same_run(whole, parts)
 
     options = {"config_dirs": [configs], "console": Console(io.StringIO())}
-    results = [evaluate_checkpoint(str(whole), dense=dense, **options) for dense in (False, True)]
-    sparse, dense = (r["metrics"]["loss"] for r in results)
-    assert results[0]["zeros"] == 0.5 and dense == pytest.approx(sparse, rel=1e-6)
+    assert evaluate_checkpoint(str(whole), **options)["zeros"] == 0.5
 
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()).double()
     sp.sparsify(model, "gated", targets="0")
