@@ -181,21 +181,21 @@ class OperandCache:
         They are in ``dtype``, laid out as the stored weight.
         """
         layer, training = self.layer, self.key(training)
-        self.store, self._sparse = dtype, self._is_sparse(training)
+        if self.store != dtype:  # `store_operands` named another one, or was not called
+            self.store, self._kept = dtype, {}
+        self._sparse = self._is_sparse(training)
         kept = self._kept.get(training) or self._make(weight, dtype, training)
         if kept is None:
-            forward, backward = layer.rows.local(weight).detach().to(dtype), None
+            parts = [layer.rows.local(weight).detach().to(dtype)]
         else:
-            forward = self._transposed(kept.A.data)
-            backward = None if kept.B is None else self._transposed(kept.B.data)
-        if layer.method.sparse_row.has_two_weights:
-            return forward, forward if backward is None else backward
-        if backward is not None:
+            parts = [self._transposed(part.data) for part in (kept.A, kept.B) if part is not None]
+        two = layer.method.sparse_row.has_two_weights
+        if len(parts) > 1 and not two:
             raise ConfigError(
                 f"method {layer.method.options.name} returns a backward weight: under FSDP its "
                 "sparse_row must have a B of its own"
             )
-        return (forward,)
+        return (parts[0], parts[-1]) if two else (parts[0],)
 
     def take(self, gathered: tuple[Tensor, ...]) -> Tensor:
         """Keep B of the gathered operands and return A, which becomes the unsharded weight."""

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from sparsepretrain.sparsity import Sparsifier, layer_state, steps
+from sparsepretrain.sparsity import Sparsifier, layer_state, operands, steps
 from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK, LayerState
 from sparsepretrain.sparsity.operands import OperandCache
 from sparsepretrain.sparsity.sharding import MasterShard, ShardedRows
@@ -106,9 +106,14 @@ MUTANTS: dict[str, list[Any]] = {
     "no no_sync": [
         patch.object(gradients.Summed, "micro_batch", lambda own, *, last: contextlib.nullcontext())
     ],
-    "kept by data_ptr": [patch.object(LayerState, "project", by_pointer)],
+    "kept by data_ptr": [
+        patch.object(LayerState, "project", by_pointer),
+        # it would project for all before FSDP moves the rows of some
+        patch.object(Sparsifier, "store_operands", lambda own, dtype: None),
+    ],
     "flat previous mask": [
         patch.object(layer_state, "pack_rows", flat),
+        patch.object(operands, "pack_rows", flat),
         patch.object(steps, "pack_rows", flat),
         patch.object(ShardedRows, "shard_buffers", cut_flat),
     ],

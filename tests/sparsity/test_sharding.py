@@ -77,6 +77,16 @@ def test_one_shard_trains_like_the_unsharded_model(mesh, method, options):
     assert isinstance(model.state_dict()["0.sparsity.previous_mask"], DTensor)
 
 
+@pytest.mark.parametrize("method", ["sste", "slope"])
+def test_operands_are_gathered_in_the_dtype_of_fsdp(mesh, method):
+    """Also after ``store_operands`` named another one."""
+    model, sparsifier, optimizer = sharded(mesh, method)
+    expected = train(model, sparsifier, optimizer)
+    model, sparsifier, optimizer = sharded(mesh, method)
+    sparsifier.store_operands(torch.bfloat16)
+    assert train(model, sparsifier, optimizer) == expected
+
+
 def test_state_dict_loads_into_shards(mesh):
     plain, alone = pair("asp", at=0.0)
     train(plain, alone, attached(alone, sgd(plain)))
