@@ -356,7 +356,7 @@ def objection(operand: str, tokens: Sequence[int], dtype: torch.dtype, base: Pro
 
 def uses_fp8(base: Products) -> bool:
     """Return True if the products run on fp8 tensor cores."""
-    return base.rounds and not cannot_pack(base.fprop)
+    return base.fprop.rounds and not cannot_pack(base.fprop)
 
 
 def multiples(operand: str, limits: Limits) -> tuple[int, int]:

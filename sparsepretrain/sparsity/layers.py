@@ -183,7 +183,7 @@ class SparseLayer(LoadableLayer):
             given, geometry = self.geometry(x.to(dtype) if autocast else x)
             products = state.products.now(dtype, training)
             own = state if training else None
-            in_fp32 = autocast and products.rounds  # dequantized operands keep fp32
+            in_fp32 = autocast and products.fprop.rounds  # dequantized operands keep fp32
             with torch.autocast(device, enabled=False) if in_fp32 else nullcontext():
                 y = SparseProducts.apply(
                     given, target, self.bias, operands, own, geometry, products, model.clock.now()

@@ -43,9 +43,8 @@ class Row(NamedTuple):
             "wgrad": (self.U, *[self.Xw] * (self.Xw != X)),
         }
 
-    @property
-    def keeps_inputs(self) -> bool:
-        """True if the matmuls see X and G unchanged."""
+    def keeps_inputs(self) -> bool:  # torch 2.9 compiles no properties of named tuples
+        """Return True if the matmuls see X and G unchanged."""
         return (self.Xf, self.Xw, self.P, self.U) == (X, X, G, G)
 
     @property

@@ -100,7 +100,8 @@ class OperandCache:
 
     def _is_plain(self, dtype: torch.dtype, training: bool) -> bool:
         """Return True if matmuls see W itself: nothing is projected, rounded or kept."""
-        return not self._is_sparse(training) and not self.layer.products.now(dtype, training).rounds
+        products = self.layer.products.now(dtype, training)
+        return not self._is_sparse(training) and not products.fprop.rounds
 
     def _is_sparse(self, training: bool) -> bool:
         phase = self.layer.method.phase
@@ -119,8 +120,8 @@ class OperandCache:
                 forward, mask, backward, scale = layer.project(weight, training)
             finally:
                 self.out = None
-            only_cast, operands = forward is None and not products.rounds, None
-            if not only_cast or (training and not layer.method.phase.row.keeps_inputs):
+            only_cast, operands = forward is None and not products.fprop.rounds, None
+            if not only_cast or (training and not layer.method.phase.row.keeps_inputs()):
                 forward = layer.rows.local(weight).detach() if forward is None else forward
                 weights = self._transposed(forward), self._transposed(backward)
                 operands = products.prepare(*weights, scale, dtype, old)
@@ -136,7 +137,7 @@ class OperandCache:
     def _memory(self, weight: Tensor, dtype: torch.dtype, old: Operands | None) -> Tensor | None:
         """Return memory for A(W) in the stored dtype: that of ``old``, or new memory."""
         layer = self.layer
-        if layer.method.phase.row.A == W or layer.products.now(dtype, True).rounds:
+        if layer.method.phase.row.A == W or layer.products.now(dtype, True).fprop.rounds:
             return None  # nothing is projected, or the result is rounded again
         if self.store != dtype or layer.rows.is_sharded or torch.compiler.is_compiling():
             return None
@@ -219,7 +220,7 @@ class OperandCache:
         kept = self._kept.get(self.key(training))
         scale = None if kept is None else kept.wgrad_scale
         two = self._sparse and method.sparse_row.has_two_weights
-        if not two and scale is None and not (training and not method.phase.row.keeps_inputs):
+        if not two and scale is None and not (training and not method.phase.row.keeps_inputs()):
             return None
         backward = None
         if two:

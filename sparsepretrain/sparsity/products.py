@@ -139,11 +139,6 @@ class Products(NamedTuple):
     def __deepcopy__(self, memo: object) -> Products:
         return self
 
-    @property
-    def rounds(self) -> bool:
-        """True if operands are rounded to fp8."""
-        return self.fprop.rounds
-
     def prepare(
         self,
         forward: Tensor,
