@@ -39,7 +39,7 @@ SAVING: dict[str, tuple[Any, str]] = {
 }
 """The same within a save, whose number counts; the first process alone does this."""
 
-HANGS = 40
+HANGS = 60
 """Seconds."""
 
 
