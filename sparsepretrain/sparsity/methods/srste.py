@@ -29,7 +29,7 @@ class MaskedDecay(Method):
     arXiv:2407.20584), which the published SR-STE and T-SR-STE do not have.
     """
 
-    options: Any  # they have `decay`, and of some methods `decay_ramp`
+    options: Any  # with `decay`, and in some methods `decay_ramp`
 
     def __init__(self, options: MethodOptions, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
