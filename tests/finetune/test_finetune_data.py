@@ -42,6 +42,26 @@ def test_jsonl_and_parquet_hold_the_same(tmp_path):
     assert first.fingerprint == second.fingerprint
 
 
+def test_links_and_names_with_brackets_are_the_files_that_they_name(tmp_path):
+    one, two = sentences(2)
+    write_rows(tmp_path / "part1.jsonl", [one])
+    named = write_rows(tmp_path / "part[1].jsonl", [two])
+    write_rows(tmp_path / "blob", [two, two])
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "blob")  # as in the cache of the hub
+    for file, count in ((named, 1), (tmp_path / "link.jsonl", 2)):
+        found = records(load(options(f"data.train=['{file}']", "data.validation=[]")), "train")
+        assert [record["texts"] for record in found] == [
+            [two["sentence1"], two["sentence2"]]
+        ] * count
+
+
+def test_a_key_may_appear_late_in_a_large_file(tmp_path):
+    (row,) = sentences(1)
+    rows = [{**row, "sentence1": "a" * 4096}] * 2700  # datasets reads chunks of 10 MiB
+    found = records(load(files(tmp_path, [*rows, {**row, "note": "late"}])), "train")
+    assert len(found) == 2701
+
+
 def test_labels_by_name_and_numbers(tmp_path):
     names = ["not_equivalent", "equivalent"]
     named = [{**row, "label": names[row["label"]]} for row in sentences(4)]

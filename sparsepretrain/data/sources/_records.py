@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import os
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -90,16 +92,19 @@ class RecordSource(Source):
         else:
             named = self.options.entries.items()
             entries = [(split, *each) for split, names in named for each in enumerate(names)]
+        opened = (
+            (split, part, entry, self._open(split, part, entry)) for split, part, entry in entries
+        )
         return [
-            replace(shard, items=(part, entry, *shard.items))
-            for split, part, entry in entries
-            for shard in ranges(split, len(self._open(entry)), SHARD_ROWS)
+            replace(shard, items=(part, entry, rows.select(range(*shard.items)), shard.items[0]))
+            for split, part, entry, rows in opened
+            for shard in ranges(split, len(rows), SHARD_ROWS)
         ]
 
     def documents(self, shard: Shard) -> Iterator[Document]:
         """Yield the records of one shard; errors name the file or the split, and the row."""
-        part, entry, begin, end = shard.items
-        for number, row in enumerate(self._open(entry).select(range(begin, end)), begin):
+        part, entry, rows, begin = shard.items
+        for number, row in enumerate(rows, begin):
             place = f"{entry}, row {number}"
             try:
                 document = encode(self.record(row, part))
@@ -116,13 +121,18 @@ class RecordSource(Source):
                 for file in match(f"data.{split}", entry):
                     yield split, part, file
 
-    def _open(self, entry: str) -> Any:
-        if self.options.local:
-            kind = FILES[Path(entry).suffix]
-            options = replace(self.options, path=kind, subset=None, revision=None)
-            return load_rows(options, TRAIN, data_files={TRAIN: [entry]})
+    def _open(self, split: str, part: int, entry: str) -> Any:
+        """Return the rows of a file or of a hub split."""
         instead = "let data.train and data.validation name local files"
-        return load_rows(self.options, entry, instead=instead)
+        options, name, files, more = self.options, entry, {}, {}
+        if options.local:
+            name, files = TRAIN, {TRAIN: [glob.escape(entry)]}  # `datasets` takes entries for globs
+            # of the configured entry: a file that it links to may have another suffix
+            kind = FILES[Path(options.entries[split][part]).suffix]
+            options = replace(options, path=kind, subset=None, revision=None)
+            # JSON in one chunk: a later one must have the keys of the first
+            more = {"chunksize": max(1, os.path.getsize(entry))} if kind == "json" else {}
+        return load_rows(options, name, instead=instead, data_files=files, **more)
 
 
 def encode(record: Row) -> bytes:
