@@ -6,18 +6,14 @@ world size changes it.
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from sparsepretrain.data.tokens import CHUNK, TokenData
+from sparsepretrain.data.tokens import TokenData
 from sparsepretrain.errors import DataError
-from sparsepretrain.files import write_atomic
 
 MULTIPLE = 4
 """Padded lengths are multiples of this: groups of four tokens (MVUE) stay within a sentence."""
@@ -132,21 +128,8 @@ class Documents:
 
 
 def document_bounds(data: TokenData, split: str) -> np.ndarray:
-    """Return 0, the index after each end-of-text token, and the number of tokens; int64.
-
-    The bounds of a large file are kept next to it, so that not every run reads all of it.
-    """
-    tokens, file = data.tokens[split], data.directory / f"{split}.documents.npy"
-    if len(tokens) > CHUNK:
-        with contextlib.suppress(OSError, ValueError):
-            return np.load(file)
-    bounds = np.unique(np.concatenate([[0], data.ends(split), [len(tokens)]]))
-    if len(tokens) > CHUNK:
-        with contextlib.suppress(OSError):  # a read-only cache is searched every time
-            content = io.BytesIO()
-            np.save(content, bounds)
-            write_atomic(file, content.getvalue(), tag=f".{os.getpid()}")
-    return bounds
+    """Return 0, the index after each end-of-text token, and the number of tokens; int64."""
+    return np.unique(np.concatenate([[0], data.ends(split), [len(data.tokens[split])]]))
 
 
 def windows(

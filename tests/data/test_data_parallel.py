@@ -1,4 +1,4 @@
-"""Sentence pairs of the user: two files or a TSV, and what can be wrong with them."""
+"""Sentence pairs of the user in two files, and what can be wrong with them."""
 
 import json
 
