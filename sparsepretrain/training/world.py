@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 LOST = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """Words in errors of torch.distributed when another rank is gone or does not answer."""
+TIMES_OUT = ("imed out", "wait timeout")
+"""Words in those of a rank that does not answer, of gloo and NCCL or of the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +198,7 @@ def join(run: Run) -> Iterator[World]:
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not any(w in str(error) for w in LOST):
             raise
-        if "imed out" in str(error):  # the other ranks are alive and hang
+        if any(word in str(error) for word in TIMES_OUT):  # the other ranks are alive and hang
             seconds = run.parallel.timeout
             raise SparsePretrainError(
                 f"the others did not answer for parallel.timeout={seconds} seconds"

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from sparsepretrain import config
-from sparsepretrain.errors import ConfigError
+from sparsepretrain.errors import ConfigError, SparsePretrainError
 from sparsepretrain.training.assembly import synchronized
 from sparsepretrain.training.launch import processes
 from sparsepretrain.training.world import World, join
@@ -67,3 +68,20 @@ def test_batchnorm_is_synchronized_on_gpus_only():
     found = synchronized(norm, World(torch.device("cuda"), 0, 2))
     assert isinstance(found[0], torch.nn.SyncBatchNorm)
     assert found.state_dict().keys() == norm.state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        ("wait timeout after 20000ms, keys: /default_pg/0//3//cpu//0/0", "did not answer for"),
+        ("[gloo/transport/tcp] Timed out waiting 20000ms for recv", "did not answer for"),
+        ("[gloo/transport/tcp/pair.cc:561] Connection closed by peer", "processes are gone"),
+    ],
+)
+def test_a_process_that_hangs_is_told_from_one_that_is_gone(error, told, monkeypatch):
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    run = config.load(["parallel=ddp", *CPU])
+    with pytest.raises(SparsePretrainError, match=told), join(run):
+        raise dist.DistStoreError(error)
