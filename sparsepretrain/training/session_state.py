@@ -69,7 +69,8 @@ def load_state_dict(t: Session, state: dict[str, Any], source: object = "the che
         text = f"{source} does not fit this model or optimizer: {reason(error)}"
         raise CheckpointError(text) from error
     t.sparsifier.load_state_dict(state["sparsifier"])
-    t.scaler.load_state_dict(state["scaler"])
+    if state["scaler"]:  # not if it comes from another precision
+        t.scaler.load_state_dict(state["scaler"])
     t.guard.load_state_dict(state["guard"])
     for observer in t.observers:
         if observer.name in state["observers"]:

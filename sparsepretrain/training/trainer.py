@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -232,7 +233,7 @@ def _summarize(t: Session, directory: RunDirectory, proof: Proof, console: Conso
         rows.append(("train loss", _course(training)))
     if validation:
         rows.append(("validation loss", _course(validation)))
-        last = validation[-1]
+        last = {k: math.nan if v is None else v for k, v in validation[-1].items()}
         hidden = ("step", "time", "tokens", "split", "loss")
         texts = {k: v if isinstance(v, str) else f"{v:.4g}" for k, v in last.items()}
         rows += [(f"validation {k}", v) for k, v in texts.items() if k not in hidden]

@@ -120,6 +120,12 @@ def test_resume_from_a_named_checkpoint_restores_its_record(tiny, plain, stop_af
     assert_same_run(plain(), again.directory)
 
 
+def test_a_run_can_be_continued_in_fp16_whose_loss_scale_it_did_not_have(tiny):
+    source = tiny.train("steps=2", "precision=fp32").directory
+    again = tiny.train("name=other", "precision=fp16", f"resume='{source}'")
+    assert again.code == 0 and "precision" in again.output
+
+
 @pytest.mark.parametrize("words", [("eval.batches=5",), ("eval.batches=5", "ema=0.9")])
 def test_signal_in_an_evaluation_is_bit_exact(tiny, plain, monkeypatch, words):
     """The evaluation is left, the step saved, and the evaluation repeated on resume."""

@@ -1,6 +1,7 @@
 """What a run leaves in its directory and on the screen."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -124,6 +125,17 @@ def test_one_evaluation_is_one_number(tiny):
     (loss,) = [line["loss"] for line in metrics(outcome.directory) if "split" in line]
     assert outcome.output.count(f"{loss:.4f}") == 2 and "→" not in outcome.output
     assert [line["step"] for line in metrics(outcome.directory)] == [1, 1]
+
+
+def test_a_metric_that_is_not_finite_is_shown(tiny, monkeypatch):
+    from sparsepretrain.tasks._bases import WindowTask
+
+    metrics_of = WindowTask.metrics
+    monkeypatch.setattr(
+        WindowTask, "metrics", lambda self, seen: metrics_of(self, seen) | {"perplexity": math.inf}
+    )
+    outcome = tiny.train("steps=2")
+    assert outcome.code == 0 and "nan" in outcome.output
 
 
 def test_training_without_a_sparse_step_is_noted(tiny):
