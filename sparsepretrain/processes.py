@@ -10,7 +10,7 @@ import json
 import os
 import time
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 from sparsepretrain.errors import RankError, SparsePretrainError
 
@@ -23,6 +23,17 @@ def started() -> bool:
 def rank() -> int:
     """Return the rank of this process; rank 0 prints."""
     return int(os.environ["RANK"]) if started() else 0
+
+
+interrupted = False
+"""True after a SIGINT to the command."""
+
+
+def interrupt(number: int, frame: object) -> NoReturn:
+    """Handle SIGINT; note it, since a bare ``except`` of a library may swallow the exception."""
+    global interrupted
+    interrupted = True
+    raise KeyboardInterrupt
 
 
 def report(error: BaseException) -> bool:

@@ -7,11 +7,12 @@ import contextlib
 import errno
 import os
 import select
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from sparsepretrain import __version__, registry
+from sparsepretrain import __version__, processes, registry
 from sparsepretrain.cli._verb import ConfiguredVerb, UsageError, Verb
 from sparsepretrain.errors import (
     INTERRUPTED,
@@ -37,7 +38,7 @@ examples:
   sparsepretrain train --config-dir my_configs plugins=[my_method.py] sparsity=mine
   sparsepretrain --help plugins=[my_verb.py]                your own verb
 exit codes:
-  0 done, 1 a cell of a table failed or a benchmark regressed, 2 config, 3 data, 4 checkpoint,
+  0 done, 1 a cell of a table failed or an unexpected error, 2 config, 3 data, 4 checkpoint,
   5 diverged, 130 interrupted, 143 preempted after a save
 """
 
@@ -64,6 +65,8 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code; user errors are one line each."""
+    if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, processes.interrupt)  # not for callers from Python
     argv = list(sys.argv[1:] if argv is None else argv)
     # before torch loads OpenMP: spinning threads slow a run on a busy machine up to twenty times
     # and gain nothing on an idle one

@@ -7,6 +7,7 @@ import threading
 from types import FrameType
 from typing import Any
 
+from sparsepretrain import processes
 from sparsepretrain.errors import INTERRUPTED, PREEMPTED
 
 _CODES = {signal.SIGTERM: PREEMPTED, signal.SIGINT: INTERRUPTED}
@@ -24,6 +25,8 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
+            if processes.interrupted:  # a library has swallowed the exception
+                raise KeyboardInterrupt
             for number in _CODES:
                 self._previous[number] = signal.signal(number, self._receive)
         return self

@@ -2,15 +2,17 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 import yaml
 from plugin_files import forget
 
-from sparsepretrain import __version__, cli, registry
+from sparsepretrain import __version__, cli, processes, registry
 from sparsepretrain.cli import train
 from sparsepretrain.errors import CheckpointError, ConfigError, DataError, DivergedError
 
@@ -160,3 +162,24 @@ def test_finished_run_needs_no_torch(tiny, capfd, monkeypatch):
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
     ends = [line.rpartition("is ")[2] for line in done.stdout.splitlines()]
     assert ends == [f"finished ({steps} steps): nothing to do" for steps in (2, 1)]
+
+
+def test_an_interrupt_that_a_library_swallows_still_ends_the_command(tiny, monkeypatch, capfd):
+    from sparsepretrain.training import plan
+
+    def library(run):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        except BaseException:
+            return
+
+    monkeypatch.setattr(plan, "require_a_sparse_step", library)
+    monkeypatch.setattr(processes, "interrupted", False)
+    monkeypatch.setattr(sys, "argv", ["sparsepretrain", "train", *tiny.overrides()])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
+    try:
+        assert cli.main() == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capfd.readouterr().err == "sparsepretrain: interrupted\n"
