@@ -174,7 +174,7 @@ def sparse_operands(row: Any) -> list[str]:
     """Return the N:M operand of fprop, dgrad and wgrad of a method, in words."""
     weights = {row.A.text, row.B.text}
     cells = []
-    for operands in row.products.values():
+    for operands in row.operands.values():
         names = [
             "weight" if operand.text in weights else OPERAND_NAMES[operand.text[-2]]
             for operand in operands

@@ -41,13 +41,13 @@ def machine() -> list[tuple[str, str]]:
 
 
 def here() -> str:
-    """Say in one line if sparse products run on this machine."""
+    """Say in one line if sparse matmuls run on this machine."""
     device = present_device()
     missing = no_fp8_products(device)
-    fp8 = f"No product runs in fp8: {missing}." if missing else "Products run in fp8 here."
+    fp8 = f"No matmul runs in fp8: {missing}." if missing else "Matmuls run in fp8 here."
     why = unsupported(device, fp8=False)
     if why is not None:
         emulated = "Training emulates them: the same results, no gain."
-        return f"No product runs sparse here: {why}. {emulated} {fp8}"
+        return f"No matmul runs sparse here: {why}. {emulated} {fp8}"
     both = "" if missing or unsupported(device, fp8=True) else ", and in fp8 (e4m3×e4m3)"
-    return f"Sparse products run here, in fp16 and bf16{both}, with cuSPARSELt {version()}. {fp8}"
+    return f"Sparse matmuls run here, in fp16 and bf16{both}, with cuSPARSELt {version()}. {fp8}"

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of a floating dtype -> what its bits are viewed as."""
+"""Bytes of a floating dtype -> integer dtype of the same size."""
 PAIRS = list(itertools.combinations(range(4), 2))
 """The six ways to keep two of four, as column pairs."""
 
 
 def functions_of(package: str, path: Iterable[str]) -> dict[str, Any]:
-    """Return the public functions of all files of a package, by name, which must be unique."""
+    """Return name -> public callable of all files of a package, imported names included."""
     modules = [import_module(f"{package}.{m.name}") for m in iter_modules(path) if not m.ispkg]
     return {
         name: value
@@ -59,5 +59,5 @@ def packed_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def widen(x: Tensor) -> Tensor:
-    """``x`` in fp32, which every value of fewer bits is in exactly; fp64 as it is."""
+    """Cast to fp32, which holds every narrower value exactly; fp64 is returned as it is."""
     return x if x.dtype == torch.float64 else x.float()

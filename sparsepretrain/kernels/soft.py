@@ -68,7 +68,7 @@ def soft_prune(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (β·S(x), the mask of its non-zeros), in one pass.
+    """Return (β·S(x), the mask of its non-zeros); in one pass for 2:4 with ``out`` on a GPU.
 
     Arguments are those of :func:`soft_threshold`. With ``out``, of the shape of ``x``, the values
     are written there, rounded once to its dtype, and the mask, of the unrounded values, is packed

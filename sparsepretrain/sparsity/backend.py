@@ -77,7 +77,7 @@ class FP8Precision:
         reasons = list(reasons)
         if self.name == "fp8" and "" not in reasons:
             raise ConfigError(
-                f"precision=fp8: no product can be in fp8: {statistics.mode(reasons)}: "
+                f"precision=fp8: no matmul can be in fp8: {statistics.mode(reasons)}: "
                 "precision=fp8_sim trains with the same values"
             )
 
@@ -198,7 +198,7 @@ class Backend:
             return
         why = statistics.mode(every) if every else f"{method} has no 2:4 operand"
         raise ConfigError(
-            f"backend={self.name}: no product can be sparse: {why}: backend=auto or emulate trains"
+            f"backend={self.name}: no matmul can be sparse: {why}: backend=auto or emulate trains"
         )
 
     def require_here(
@@ -417,6 +417,6 @@ def backend_of(backend: str | Backend) -> Backend | None:
             "'emulate', 'semi_structured' and 'auto'"
         )
     raise ConfigError(
-        "backend must be 'emulate' (dense products of sparse operands), 'semi_structured' (sparse "
-        f"products) or 'auto' (the faster ones), got {backend!r}"
+        "backend must be 'emulate' (dense matmuls of sparse operands), 'semi_structured' (sparse "
+        f"matmuls) or 'auto' (the faster ones), got {backend!r}"
     )

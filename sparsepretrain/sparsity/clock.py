@@ -52,7 +52,7 @@ class Clock:
 
 
 class MicroBatches:
-    """Count training forwards since the last step, unless the loop states the micro-batch.
+    """Count training forwards since the last step, unless `Sparsifier.micro_batch` is called.
 
     The number is written to the clock of the model. It is in no buffer: ranks differ in it, and
     DistributedDataParallel broadcasts buffers.
@@ -65,7 +65,7 @@ class MicroBatches:
         self.capacity = 0
         """Largest number of tokens in a micro-batch; 0: all have equally many."""
         self.counts_forwards = True
-        """False if the loop states the micro-batch."""
+        """False if the loop calls `Sparsifier.micro_batch`."""
         self.begins = True
         """True if the next layer that runs begins a micro-batch."""
         self._is_first = True  # the next forward is the first one after a step
@@ -75,7 +75,7 @@ class MicroBatches:
         """Count from 0 again: a step is complete."""
         self.counts_forwards = self.begins = self._is_first = True
 
-    def state(self, index: int, capacity: int) -> None:
+    def set_index(self, index: int, capacity: int) -> None:
         """Set the micro-batch that the next forward sees."""
         self.capacity, self.counts_forwards = capacity, False
         self.clock.set_micro(index)
@@ -106,8 +106,8 @@ class MicroBatches:
         if torch._C._current_graph_task_id() != -1 or transformed:  # recomputed, or by torch.func
             return
         # No hook of the optimizer sees a step that a loss scaler skips. But the gradients are gone
-        # although no step was completed. (With zero_grad(set_to_none=False) they are not: such
-        # loops call ``Sparsifier.micro_batch``.)
+        # although no step was completed. (This is not seen with one micro-batch per step or with
+        # zero_grad(set_to_none=False): such loops call ``Sparsifier.micro_batch``.)
         has_gradient = self._has_gradient()
         first = self._is_first or (self._had_gradient and not has_gradient)
         self._had_gradient = has_gradient

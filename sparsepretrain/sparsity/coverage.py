@@ -65,14 +65,9 @@ class Coverage:
         count, sparse = found.total(), found.pop("", 0)
         if sparse or not found:
             library = f", cuSPARSELt {version()}" if sparse else ""
-            return f"backend {self.backend}: {sparse} of {count} products are sparse{library}"
+            return f"backend {self.backend}: {sparse} of {count} matmuls are sparse{library}"
         ((why, _),) = found.most_common(1)
-        return f"backend {self.backend}: all products are emulated: {why}"
-
-    @property
-    def sparse_products(self) -> str:
-        """Matmuls that sparse hardware could run, such as ``fprop, wgrad``."""
-        return ", ".join(self.row.sparse) or "none"
+        return f"backend {self.backend}: all matmuls are emulated: {why}"
 
     def __str__(self) -> str:
         """Return a table; layers that differ in one index share a row."""
@@ -126,7 +121,7 @@ def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
     """Build the report."""
     method, row = state.method, state.method.sparse_row
     n, m = method.options.n, method.options.m  # final pattern: method.pattern may still approach it
-    words: Any = {k: ", ".join(map(str, operands)) for k, operands in row.products.items()}
+    words: Any = {k: ", ".join(map(str, operands)) for k, operands in row.operands.items()}
     rows = []
     for name, layer in layers.items():
         axis, shape = layer.sparsity.dim, layer.weight.shape

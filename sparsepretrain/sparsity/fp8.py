@@ -62,15 +62,8 @@ class FP8(Dense):
         if not self.simulate:
             missing = -a.shape[1] % FP8_MULTIPLE
             a, b = (F.pad(q, (0, missing)) if missing else q.contiguous() for q in (a, b))
-        y = matmul_fp8(
-            a,
-            b,
-            scale_of(left),
-            scale_of(right),
-            bias,
-            out_dtype=matmul.dtype,
-            backend="reference" if self.simulate else None,
-        )
+        scales, backend = (scale_of(left), scale_of(right)), "reference" if self.simulate else None
+        y = matmul_fp8(a, b, *scales, bias, out_dtype=matmul.dtype, backend=backend)
         return y.view(matmul.shape)
 
     def dequantizes(self, matmul: Matmul, x: Tensor) -> bool:

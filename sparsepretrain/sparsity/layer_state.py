@@ -123,25 +123,25 @@ class LayerState(nn.Module):
         """Completed optimizer steps: an integer, or a 0-d int64 tensor in compiled graphs."""
         return self.model.clock.tensor[0] if torch.compiler.is_compiling() else self.model.step
 
-    def key(self, product: int) -> NoiseKey:
-        """Return the noise stream of a product at this step."""
-        return noise_key(self.model.seed, self.step, self.index, product)
+    def key(self, matmul: int) -> NoiseKey:
+        """Return the noise stream of a matmul at this step."""
+        return noise_key(self.model.seed, self.step, self.index, matmul)
 
-    def key_at(self, clock: Moment, product: int, counters: int, per: int = 1) -> AnyKey:
-        """Return the noise stream of a product for one micro-batch.
+    def key_at(self, clock: Moment, matmul: int, counters: int, per: int = 1) -> AnyKey:
+        """Return the noise stream of a matmul for one micro-batch.
 
-        Each micro-batch has room for the counters of the largest one, so that no draws are shared.
+        Micro-batches share no draws if all have equally many tokens, or ``capacity`` bounds them.
 
         Args:
             clock: (completed steps, micro-batch).
-            product: number of the matmul.
+            matmul: number of the matmul.
             counters: draws of this micro-batch.
             per: tokens that share a counter.
         """
         seed, room = self.model.seed, max(counters, -(-self.model.micro_batches.capacity // per))
         if isinstance(clock, Tensor):
-            return ClockKey(clock, seed, self.index, product, room)
-        return noise_key(seed, clock[0], self.index, product, clock[1] * room)
+            return ClockKey(clock, seed, self.index, matmul, room)
+        return noise_key(seed, clock[0], self.index, matmul, clock[1] * room)
 
     def _group(self, *, updating: bool) -> int | None:
         """Rows of the stored weight that the method must see together; None: all of them."""
@@ -186,8 +186,8 @@ class LayerState(nn.Module):
         with torch.inference_mode(False):
             self._index_tensor = torch.tensor(self._index, device=device)
         model, size = self.model, LayerSize(self.shape, self.dim, device)
-        given = self.method, model.precision, model.backend, size
-        self.products = LayerProducts(*given, sharded=self.rows.is_sharded)
+        settings = self.method, model.precision, model.backend, size
+        self.products = LayerProducts(*settings, sharded=self.rows.is_sharded)
 
     def try_products(
         self, weight: Tensor, inputs: Sequence[int], dtype: torch.dtype, *, bias: bool
@@ -196,13 +196,13 @@ class LayerState(nn.Module):
         if self.products.try_inputs(weight, inputs, dtype, bias=bias):
             self.cache.refresh(weight)
 
-    def mask_in_use(self, weight: Tensor) -> Tensor:
-        """Return :meth:`present_mask` as bool."""
+    def present_bool_mask(self, weight: Tensor) -> Tensor:
+        """Return :meth:`present_mask`, unpacked."""
         return unpacked(self.present_mask(weight), self.rows.local(weight).shape)
 
     @torch.no_grad()
     def present_mask(self, weight: Tensor) -> Tensor:
-        """Return the mask of the projection, or what the method would choose; bool or packed."""
+        """Return the mask of the projection, or the one the method would choose; may be packed."""
         mask = self.project(weight).mask if self.cache.mask is None else self.cache.mask
         if mask is not None:
             return mask

@@ -1,7 +1,7 @@
 """Sparse layers and their one autograd function.
 
 Sparse layers are subclasses of the layers that they replace. The method defines the operands of
-each matmul, and products multiply them.
+each matmul; :mod:`products` computes the matmuls.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SparseProducts(torch.autograd.Function):
             products: compute the three matmuls.
             clock: (completed steps, micro-batch), which key the draws of the backward.
         """
-        # Attributes, not only saved tensors: recomputation by activation checkpointing keeps them
+        # Attributes keep the values of this forward when checkpointing recomputes saved tensors.
         ctx.clock, ctx.state, ctx.geometry, ctx.products = clock, state, geometry, products
         ctx.shapes = x.shape, target.shape
         ctx.dtypes = x.dtype, target.dtype, None if bias is None else bias.dtype
@@ -127,8 +127,8 @@ def _sampled(
 
     def sample(rows: Tensor) -> Tensor:
         key = state.key_at(clock, WGRAD, -(-rows.shape[0] // 4), per=4)
-        given = {"order": order} if order and state.takes_order else {}
-        return state.method.wgrad_gradient(rows, key, **given)
+        options = {"order": order} if order and state.takes_order else {}
+        return state.method.wgrad_gradient(rows, key, **options)
 
     return geometry.from_tokens(by_groups_of_tokens(geometry.tokens(grad), sample), grad.shape)
 
@@ -136,8 +136,8 @@ def _sampled(
 def by_groups_of_tokens(tokens: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply ``function`` to (…, tokens of a sample, features) as rows, in groups of four tokens.
 
-    A sample of another length is filled with zero tokens (197 become 200), so that cutting the
-    batch elsewhere changes no group. Two dimensions are one sample.
+    A sample whose length is no multiple of four is padded with zero tokens (197 to 200), so groups
+    do not depend on how the batch is cut. A 2-D input is one sample.
     """
     length, features = tokens.shape[-2:] if tokens.dim() > 1 else (1, tokens.shape[-1])
     if not length % 4:
@@ -164,7 +164,7 @@ class SparseLayer(LoadableLayer):
             model.sync()
             if training:
                 model.micro_batches.layer_runs()
-            if training and not state.products.is_final:
+            if training and not (x.is_nested or state.products.is_final):
                 state.try_products(weight, x.shape, dtype, bias=self.bias is not None)
         target: Tensor = weight
         operands: Operands | None
@@ -180,13 +180,13 @@ class SparseLayer(LoadableLayer):
         if operands is None:
             y = self.replaces.forward(self, x)
         else:
-            given, geometry = self.geometry(x.to(dtype) if autocast else x)
+            padded, geometry = self.geometry(x.to(dtype) if autocast else x)
             products = state.products.now(dtype, training)
             own = state if training else None
             in_fp32 = autocast and products.fprop.rounds  # dequantized operands keep fp32
             with torch.autocast(device, enabled=False) if in_fp32 else nullcontext():
                 y = SparseProducts.apply(
-                    given, target, self.bias, operands, own, geometry, products, model.clock.now()
+                    padded, target, self.bias, operands, own, geometry, products, model.clock.now()
                 )
         residual: Tensor | None = model.method.residual(x, state)
         return y if residual is None else y + residual

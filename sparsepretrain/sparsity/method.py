@@ -86,7 +86,7 @@ class Layer(Protocol):
     def step(self) -> int | Tensor:
         """Completed optimizer steps: an integer, or a 0-d int64 tensor in compiled graphs."""
 
-    def key(self, product: int) -> NoiseKey:
+    def key(self, matmul: int) -> NoiseKey:
         """Return the noise stream of a matmul at this step."""
 
     def __getattr__(self, name: str) -> Any:
@@ -176,8 +176,8 @@ class Method:
     def project(self, weight: Tensor, layer: Layer) -> Projection:
         """Return A(W), B(W) and the mask of a stored master weight (fp32 or wider).
 
-        Called once per optimizer step, in each forward, or in a compiled graph: the result must
-        depend on the arguments only. State that changes over time is in the layer (`update_`).
+        Called once per optimizer step, in each forward, or in a compiled graph: the result depends
+        on the arguments, options and :attr:`phase` only. Other state is in the layer (`update_`).
         """
         return Projection(None, None)
 

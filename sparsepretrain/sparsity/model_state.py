@@ -19,7 +19,8 @@ class ModelState:
 
     The counters exist twice: as integers, which eager layers read without synchronizing with the
     device, and as a buffer of the root, which is part of state dicts. :meth:`sync` updates the
-    integers after the buffer was loaded. A child module would be called by nn.Sequential.
+    integers after the buffer was loaded. It is a buffer of the root, not of a child module, which
+    nn.Sequential would call.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class ModelState:
             if (step, compared_at) != (self.step, self.compared_at):
                 self.flips = None
             self.compared_at = compared_at
+            self.baseline_due &= step == 0  # a checkpoint brings its own baseline
             self.method.scalars = dict(zip(self.method.scalars, scalars, strict=True))
             enter(self.method, step)
             self.clock.set(step, buffer.device)
@@ -114,14 +116,14 @@ class ModelState:
         values = [self.step, self.compared_at, *self.method.scalars.values()]
         return [*values, _checksum(values)]
 
-    def before_load(self, module: nn.Module, state_dict: Any, prefix: str, *rest: Any) -> None:
+    def before_load(self, module: nn.Module, state_dict: Any, prefix: str, *args: Any) -> None:
         """Add the current counters to a dense state dict, which has none."""
         buffer = self.root.get_buffer(self.buffer)
         if not buffer.is_meta:
             self.sync()
-        elif rest[0].get("assign_to_params_buffers"):  # the weights leave the meta device
-            given = next((v for k, v in state_dict.items() if k.startswith(prefix)), buffer)
-            buffer = torch.tensor(self._values(), device=given.device)
+        elif args[0].get("assign_to_params_buffers"):  # the weights leave the meta device
+            loaded = next((v for k, v in state_dict.items() if k.startswith(prefix)), buffer)
+            buffer = torch.tensor(self._values(), device=loaded.device)
         state_dict.setdefault(prefix + self.buffer, buffer)
 
     def begin(self, step: int) -> None:
@@ -152,8 +154,10 @@ class ModelState:
 
     def release(self) -> None:
         """Remove buffer and hooks from the root if no layer is sparse any more."""
-        if any(getattr(m, "model", None) is self for m in self.root.modules()):
-            return
+        for module in self.root.modules():
+            if getattr(getattr(module, "sparsity", None), "model", None) is self:
+                self.example = module
+                return
         del self.root._buffers[self.buffer]
         for hook in self._hooks:
             hook.remove()

@@ -34,8 +34,8 @@ class Row(NamedTuple):
     J: Operand = DW  # gradient that the optimizer receives
 
     @property
-    def products(self) -> dict[str, tuple[Operand, ...]]:
-        """Matmul -> its operands: weights (in wgrad G) always, X and other G if they change."""
+    def operands(self) -> dict[str, tuple[Operand, ...]]:
+        """Matmul -> operands: the weight (in wgrad U), and X or G where the method changes them."""
         backward = Operand(self.A.text, *self.B[1:]) if self.B.text == "A" else self.B
         return {
             "fprop": (self.A, *[self.Xf] * (self.Xf != X)),
@@ -43,26 +43,27 @@ class Row(NamedTuple):
             "wgrad": (self.U, *[self.Xw] * (self.Xw != X)),
         }
 
-    def keeps_inputs(self) -> bool:  # torch 2.9 compiles no properties of named tuples
+    # torch 2.9 compiles no properties of named tuples
+
+    def keeps_inputs(self) -> bool:
         """Return True if the matmuls see X and G unchanged."""
         return (self.Xf, self.Xw, self.P, self.U) == (X, X, G, G)
 
-    @property
     def has_two_weights(self) -> bool:
-        """True if B is not A; FSDP then gathers both."""
+        """Return True if B is not A; FSDP then gathers both."""
         return self.B.text != "A"
 
     @property
     def sparse(self) -> list[str]:
         """The matmuls with an N:M operand, which sparse hardware could run."""
-        return [k for k, operands in self.products.items() if any(o.pattern for o in operands)]
+        return [k for k, operands in self.operands.items() if any(o.pattern for o in operands)]
 
     @property
     def halved(self) -> list[str]:
-        """The matmuls with an operand of which at most half is kept: 2:4 hardware saves half."""
+        """Matmuls with an operand of which at most half is kept."""
         return [
             name
-            for name, operands in self.products.items()
+            for name, operands in self.operands.items()
             if any(o.pattern and 2 * o.pattern[0] <= o.pattern[1] for o in operands)
         ]
 

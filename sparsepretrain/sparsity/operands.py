@@ -35,8 +35,8 @@ class ProjectingLayer(Protocol):
 class OperandCache:
     """Operands of one layer, one set for training and one for evaluation.
 
-    Nothing is kept unless the loop asked for it (``store_operands``) or FSDP gathers operands: then
-    those of the own rows are kept, and the weight that a forward sees is the gathered A.
+    By default operands are made in every forward. They are kept after ``store_operands``, and under
+    FSDP for the rows of this rank; the weight that a forward sees is then the gathered A.
     """
 
     store: torch.dtype | None = None
@@ -46,7 +46,7 @@ class OperandCache:
     out: Tensor | None = None
     """Memory for A while the method projects."""
     _kept: dict[bool, Operands | None]  # key: training (True) or evaluation (False)
-    _sparse: bool | None
+    _gathered_sparse: bool | None
     """True if A was gathered last, False if W was; None: neither is up to date."""
 
     def __init__(self, layer: ProjectingLayer) -> None:
@@ -60,7 +60,7 @@ class OperandCache:
 
     def clear(self) -> None:
         """Drop all operands: the weight or the phase has changed."""
-        self._kept, self._sparse, self.mask = {}, None, None
+        self._kept, self._gathered_sparse, self.mask = {}, None, None
 
     def refresh(self, weight: Tensor) -> None:
         """Project a changed weight again if operands are kept, into the same memory."""
@@ -72,8 +72,8 @@ class OperandCache:
     def operands(self, weight: Tensor, dtype: torch.dtype, training: bool) -> Operands | None:
         """Return A and B in ``dtype``; None: the layer runs the class that it replaces."""
         if self.layer.rows.is_sharded:
-            return self._gathered(weight, training)
-        training = self.key(training)
+            return self._gathered(weight, dtype, training)
+        training = self.uses_training_set(training)
         if self._is_plain(dtype, training):
             return None
         if training in self._kept and self.store == dtype:
@@ -92,7 +92,7 @@ class OperandCache:
         b = None if backward is None else self._transposed(backward.detach())
         return forward, layer.products.now(dtype, True).prepare(a, b, None, dtype)
 
-    def key(self, training: bool) -> bool:
+    def uses_training_set(self, training: bool) -> bool:
         """Return True for training, and for evaluation if it uses the same operands."""
         layer, phase = self.layer, self.layer.method.phase
         same = phase.training == phase.evaluation and not layer.products.packs
@@ -161,15 +161,15 @@ class OperandCache:
         A method whose A(W) is no part of W is projected again and masked.
         """
         layer, store = self.layer, self.store
-        if layer.rows.is_sharded:
-            raise ConfigError("held masks need whole weights, and this model is sharded")
+        if layer.rows.is_sharded or store is None:
+            raise ConfigError("held masks need whole weights and a call of store_operands()")
         forward, new, *_ = layer.project(weight, training=True)
-        if forward is None or store is None:
+        if forward is None:
             return
         new = layer.method.mask(widen(weight.detach()), layer.dim) if new is None else new
         wide = weight.detach().to(forward.dtype)
-        left = wide if torch.equal(forward[new], wide[new]) else forward
-        held = self._transposed(torch.where(mask, left, 0.0))
+        source = wide if torch.equal(forward[new], wide[new]) else forward
+        held = self._transposed(torch.where(mask, source, 0.0))
         base = layer.products.base
         self._kept[True] = base.prepare(held, None, None, store, self._kept.get(True))
 
@@ -181,16 +181,16 @@ class OperandCache:
 
         They are in ``dtype``, laid out as the stored weight.
         """
-        layer, training = self.layer, self.key(training)
+        layer, training = self.layer, self.uses_training_set(training)
         if self.store != dtype:  # `store_operands` named another one, or was not called
             self.store, self._kept = dtype, {}
-        self._sparse = self._is_sparse(training)
+        self._gathered_sparse = self._is_sparse(training)
         kept = self._kept.get(training) or self._make(weight, dtype, training)
         if kept is None:
             parts = [layer.rows.local(weight).detach().to(dtype)]
         else:
             parts = [self._transposed(part.data) for part in (kept.A, kept.B) if part is not None]
-        two = layer.method.sparse_row.has_two_weights
+        two = layer.method.sparse_row.has_two_weights()
         if len(parts) > 1 and not two:
             raise ConfigError(
                 f"method {layer.method.options.name} returns a backward weight: under FSDP its "
@@ -205,10 +205,10 @@ class OperandCache:
 
     def is_stale(self, training: bool) -> bool:
         """Return True if FSDP has to gather again before a forward in this mode."""
-        return self.layer.rows.is_sharded and self._sparse is not self._is_sparse(training)
+        return self.layer.rows.is_sharded and self._gathered_sparse is not self._is_sparse(training)
 
-    def _gathered(self, weight: Tensor, training: bool) -> Operands | None:
-        """Return the gathered operands; None: the gathered weight is all that is needed."""
+    def _gathered(self, weight: Tensor, dtype: torch.dtype, training: bool) -> Operands | None:
+        """Return the gathered operands in ``dtype``; None: the gathered weight is all it takes."""
         layer, method = self.layer, self.layer.method
         layer.rows.local(weight)  # refuses a model that is not attached
         if self.is_stale(training):
@@ -217,13 +217,15 @@ class OperandCache:
                 "weights that have changed since: call reshard() on the modules of FSDP, or run "
                 "the module that was given to sparsify"
             )
-        kept = self._kept.get(self.key(training))
+        kept = self._kept.get(self.uses_training_set(training))
         scale = None if kept is None else kept.wgrad_scale
-        two = self._sparse and method.sparse_row.has_two_weights
+        two = self._gathered_sparse and method.sparse_row.has_two_weights()
         if not two and scale is None and not (training and not method.phase.row.keeps_inputs()):
             return None
         backward = None
         if two:
             assert self._backward is not None
-            backward = Prepared("dense", self._transposed(self._backward[: weight.shape[0]]))
-        return Operands(Prepared("dense", self._transposed(weight.detach())), backward, scale)
+            part = self._backward[: weight.shape[0]]
+            backward = Prepared("dense", self._transposed(part.to(dtype)))
+        forward = Prepared("dense", self._transposed(weight.detach().to(dtype)))
+        return Operands(forward, backward, scale)

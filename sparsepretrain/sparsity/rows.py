@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Rows:
-    """All rows of a weight, as without FSDP; FSDP2 shards override every method.
+    """All rows of a weight (no FSDP); :class:`ShardedRows` overrides every method.
 
     ``weight`` is the Parameter of the layer. Methods that gather are collective.
     """

@@ -54,7 +54,7 @@ class Schedule:
         self.start = self.steps_of(window.start, "window.start")
         """First sparse step."""
         self.earliest = self.start
-        """First step that can be sparse if an optimizer decides; no step before it is."""
+        """Earliest step that can be sparse; later than `start` if the optimizer decides."""
         self.stop: float = math.inf
         """First dense step after it; ∞: none."""
         self._stop_key = ""
@@ -82,7 +82,7 @@ class Schedule:
             raise ConfigError([("window", f": no step is sparse ({span})")])
 
     def dense_reason(self, step: int) -> str:
-        """Return the reason for which the next step is outside the window; "": it is inside."""
+        """Return why the next step is outside the window; "" if it is inside."""
         if step < self.start:
             return f"until step {self.start} (window.start)"
         return f"since step {self.stop} ({self._stop_key})" if step >= self.stop else ""

@@ -160,7 +160,7 @@ class ShardedRows(Rows):
         whole: Tensor = self.wrap(bits).full_tensor()
         return whole.view(rows.dtype)
 
-    def mine(self, whole: Tensor) -> Tensor:
+    def own_rows(self, whole: Tensor) -> Tensor:
         """Copy the own rows of a whole tensor."""
         return whole[self.first : self.last].clone()
 
@@ -201,7 +201,7 @@ class ShardedRows(Rows):
     def _own(self, result: Any) -> Any:
         """Return the own rows of a tensor or of a tuple of tensors; scalars have no rows."""
         if isinstance(result, Tensor):
-            return self.mine(result) if result.dim() else result
+            return self.own_rows(result) if result.dim() else result
         return type(result)(*map(self._own, result)) if isinstance(result, tuple) else result
 
     def wrap(self, rows: Tensor) -> DTensor:
@@ -222,7 +222,7 @@ class ShardedRows(Rows):
         ]
         self.names = tuple(dict.fromkeys([first, *alike]))
         for name in self.names:
-            layer._buffers[name] = self.wrap(self.mine(layer.get_buffer(name)))
+            layer._buffers[name] = self.wrap(self.own_rows(layer.get_buffer(name)))
         self.follow(layer)
 
     def follow(self, layer: nn.Module) -> None:
@@ -233,9 +233,9 @@ class ShardedRows(Rows):
     def write(self, layer: nn.Module, name: str, value: Tensor) -> None:
         own = getattr(layer, name)
         if name in self.names:
-            own.copy_(self.mine(value))
+            own.copy_(self.own_rows(value))
         elif name in layer._parameters:  # FSDP shards Parameters of the method by itself
-            plain(own).copy_(ShardedRows(name, own).mine(value))
+            plain(own).copy_(ShardedRows(name, own).own_rows(value))
         else:
             own.copy_(value)
 
@@ -258,7 +258,7 @@ class WholeLayer:
     def write_back(self) -> None:
         """Copy the own rows of gathered tensors, which the method may have changed."""
         for name, whole in self._gathered.items():
-            getattr(self._layer, name).copy_(self._rows.mine(whole))
+            getattr(self._layer, name).copy_(self._rows.own_rows(whole))
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -277,20 +277,20 @@ def unwrapped(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All-gather the shards of a tensor; one that is not sharded is returned."""
+    """All-gather the shards of a tensor; return an unsharded tensor as it is."""
     if not isinstance(tensor, DTensor):
         return tensor
     sharded: Any = unwrapped(tensor)
-    found: Tensor = sharded.full_tensor()
-    return found
+    gathered: Tensor = sharded.full_tensor()
+    return gathered
 
 
 def part_of(whole: Any, like: Tensor) -> Tensor:
     """Shard ``whole`` like another tensor, without communication.
 
     Args:
-        whole: a tensor, equal on all ranks and on any device, or what has its shape and gives rows
-            by index; a tensor that is sharded already is returned.
+        whole: a tensor, equal on all ranks, on any device, or a stored tensor that can be sliced by
+            rows; a DTensor is returned as it is.
         like: if it is not sharded or has another shape, all of ``whole`` is returned.
     """
     if isinstance(whole, DTensor):
@@ -299,4 +299,4 @@ def part_of(whole: Any, like: Tensor) -> Tensor:
         all_rows: Tensor = whole[...]
         return all_rows
     rows = ShardedRows("a parameter", like)
-    return rows.wrap(rows.mine(whole).to(like.device))
+    return rows.wrap(rows.own_rows(whole).to(like.device))

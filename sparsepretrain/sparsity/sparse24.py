@@ -128,13 +128,13 @@ def cannot_pack(product: Dense, dtype: torch.dtype | None = None) -> str:
     """
     if isinstance(product, FP8):
         if product.simulate:
-            return "its products are in simulated fp8"
+            return "its matmuls are in simulated fp8"
         same = product.left == product.right
         return "" if same else f"cuSPARSELt has no kernel of {product.left}×{product.right}"
     if dtype is None or dtype in TYPES:
         return ""
     name = str(dtype).removeprefix("torch.")
-    return f"sparse products exist in fp16 and bf16, not in {name}"
+    return f"sparse matmuls exist in fp16 and bf16, not in {name}"
 
 
 def can_pack(packs: str, operand: str, x: Tensor) -> bool:

@@ -226,7 +226,7 @@ class Sparsifier:
             rank, world: rank and size of the data-parallel group.
             capacity: largest number of padded tokens of a micro-batch; 0: all have the same number.
         """
-        self._state.micro_batches.state(index * world + rank, capacity)
+        self._state.micro_batches.set_index(index * world + rank, capacity)
 
     def hold(self, masks: Mapping[str, Tensor]) -> None:
         """Apply ``masks`` instead of the current ones in training forwards; probes use this.
@@ -252,7 +252,7 @@ class Sparsifier:
         masks = {}
         for name, layer in self.layers.items():
             own = layer.sparsity
-            masks[name] = own.rows.gather(own.mask_in_use(layer.weight)).clone()
+            masks[name] = own.rows.gather(own.present_bool_mask(layer.weight)).clone()
         return masks
 
     def metrics(self, *, per_layer: bool = False) -> dict[str, float]:
@@ -304,10 +304,10 @@ class Sparsifier:
         Raises:
             CheckpointError: the state belongs to another method, pattern or set of layers.
         """
-        mine = self.state_dict()
+        own_state = self.state_dict()
         for key in ("method", "pattern", "layers"):
-            if state.get(key) != mine[key]:
-                text = f"{key} is {state.get(key)}, this model has {mine[key]}"
+            if state.get(key) != own_state[key]:
+                text = f"{key} is {state.get(key)}, this model has {own_state[key]}"
                 raise CheckpointError(f"sparsifier state: {text}")
         own = self._state
         own.compared_at, own.flips = int(state["compared_at"]), None

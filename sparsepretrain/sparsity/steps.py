@@ -88,7 +88,7 @@ class Steps:
             if not on_gradient:  # weights change after the update, under the mask from before it
                 self._held[name] = own.present_mask(weight)
                 continue
-            mask = own.mask_in_use(weight)
+            mask = own.present_bool_mask(weight)
             rounds = self.decay > 0 and weight.dtype.itemsize < 4 and not self._checked_rounding
             before = grad.clone() if rounds else None
             method.adjust_gradient_(grad, weight, mask, 1.0 if scale is None else scale)

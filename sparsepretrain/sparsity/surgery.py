@@ -79,12 +79,12 @@ def sparsify(
         ConfigError: an argument has the wrong type; method or option is unknown, or a value is out
             of range; a glob matches no layer; a layer is sparse already, shares its weight, or has
             a width that is no multiple of M; ``model`` is a layer; weights are sharded (DTensor);
-            no matmul can be sparse, or in fp8, as asked.
+            no layer supports the requested sparse or fp8 matmuls.
     """
     targets, exclude = ([x] if isinstance(x, str) else x for x in (targets, exclude))
 
-    def globs(given: Any) -> bool:
-        return isinstance(given, list | tuple) and all(isinstance(p, str) for p in given)
+    def globs(value: Any) -> bool:
+        return isinstance(value, list | tuple) and all(isinstance(p, str) for p in value)
 
     steps_fit = total_steps is None or (type(total_steps) is int and total_steps >= 1)
     rules = [
@@ -95,15 +95,15 @@ def sparsify(
         ("seed must be an integer in [0, 2^63)", seed, type(seed) is int and 0 <= seed < 2**63),
         ("total_steps must be an integer ≥ 1 or None", total_steps, steps_fit),
     ]
-    problems = [f"{rule}, got {_show(given)}" for rule, given, fits in rules if not fits]
+    problems = [f"{rule}, got {_show(value)}" for rule, value, fits in rules if not fits]
     if problems:
         raise ConfigError(problems)
 
     cls: type[Method] = registry.get("method", method)
-    given = {"name": method, "n": n, "m": m, "targets": list(targets), **options}
-    chosen: MethodOptions = build(cls.Options, given)
-    rest: Any = {"total_steps": total_steps, "backend": backend, "precision": precision}
-    return sparsify_with(model, chosen, targets=targets, exclude=exclude, seed=seed, **rest)
+    values = {"name": method, "n": n, "m": m, "targets": list(targets), **options}
+    chosen: MethodOptions = build(cls.Options, values)
+    settings: Any = {"total_steps": total_steps, "backend": backend, "precision": precision}
+    return sparsify_with(model, chosen, targets=targets, exclude=exclude, seed=seed, **settings)
 
 
 def sparsify_with(

@@ -31,11 +31,8 @@ from sparsepretrain.training.recomputation import recompute_blocks
 def step_cost(run: Run, task: Task, model: nn.Module) -> tuple[float, float, int]:
     """FLOPs of an optimizer step, bytes that a micro-batch saves for its backward, items of a step.
 
-    FLOPs are those of dense products. One sample is traced and scaled: all three are linear in the
-    number of samples.
-
-    Args:
-        model: on the meta device, not sparse.
+    FLOPs are those of dense matmuls. One sample is traced and scaled: all three are linear in the
+    number of samples. ``model`` is on the meta device and not sparse.
     """
     sizes: dict[int, int] = {}
     parameters = {p.untyped_storage()._cdata for p in model.parameters()}
@@ -75,7 +72,7 @@ class MatmulFlops(NamedTuple):
 
     step: float
     layers: Counter[str]
-    """Product -> FLOPs in linear layers that are sparse."""
+    """Matmul -> FLOPs in linear layers that are sparse."""
     sparse: Counter[str]
     """FLOPs of matmuls that could be 2:4."""
     reasons: list[str]
@@ -91,9 +88,9 @@ class MatmulFlops(NamedTuple):
         if not self.layers:
             return []
         cells = [
-            f"{product} {count(flops)}"
-            + (f" ({count(self.sparse[product])} 2:4)" if self.sparse[product] else "")
-            for product, flops in self.layers.items()
+            f"{matmul} {count(flops)}"
+            + (f" ({count(self.sparse[matmul])} 2:4)" if self.sparse[matmul] else "")
+            for matmul, flops in self.layers.items()
         ]
         if self.sparse:
             text = (
@@ -101,9 +98,8 @@ class MatmulFlops(NamedTuple):
                 "could be 2:4 matmuls, twice as fast at best (Amdahl)"
             )
         else:
-            text = "none: " + (
-                statistics.mode(self.reasons) if self.reasons else "no product has an N:M operand"
-            )
+            why = statistics.mode(self.reasons) if self.reasons else "no matmul has an N:M operand"
+            text = f"none: {why}"
         return [("FLOPs per step", f"sparse layers: {', '.join(cells)}"), ("speed-up", text)]
 
 
@@ -126,7 +122,7 @@ def matmul_flops(
             continue
         state, tokens = layer.sparsity, tuple(inputs[name][:-1])
         flops = 2 * micro_batches * math.prod(tokens) * layer.weight.numel()
-        found.layers.update(dict.fromkeys(row.products, flops))
+        found.layers.update(dict.fromkeys(row.operands, flops))
         size, base = LayerSize(tuple(layer.weight.shape), state.dim, META), state.products.base
         for operand, why in backend.reasons(row, size, base).items():
             if reason := why or objection(operand, tokens, dtype, base):

@@ -54,12 +54,9 @@ OTHER_CHIPS = frozenset({"MIG", "Laptop", "Max-Q", "Ti", "D", "SUPER"})
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Dense peak FLOP/s, or None where it is not known: then no MFU is printed.
+    """Return the dense peak FLOP/s in fp16 and bf16; None: unknown, and no MFU is printed.
 
-    Args:
-        device: where the model is.
-        precision: ``fp16`` or ``bf16``; fp32 has no entry since it may or may not mean TF32,
-            fp8 none since only some layers run in it, and in fp8_sim none does.
+    fp32 has no entry since it may or may not mean TF32, fp8 since only some layers run in it.
     """
     if device.type != "cuda" or precision not in ("fp16", "bf16"):
         return None

@@ -46,7 +46,7 @@ def run_steps(
         stopping = t.stopping
         if t.step and (stopping is not None or _due(run.checkpoint.every, t)):
             if t.last is not None:
-                _take_in(t, t.last)
+                _read_numbers(t, t.last)
             require_finite_weights(t.model, t.parameters, t.world, t.step)
             share_statistics(t)
             save()
@@ -128,17 +128,17 @@ def train_step(t: Session) -> Step:
     t.step += 1
     t.tokens += items
     if before is not None:
-        _take_in(t, before)
+        _read_numbers(t, before)
     changed = t.sparsifier.sparse != was_sparse or t.sparsifier.refreshed
-    if not t.reads_late or before is None or changed or _shows(t):
-        _take_in(t, step)
+    if not t.reads_late or before is None or changed or _needs_numbers(t):
+        _read_numbers(t, step)
     step.event = changed or not t.updated
     for observer in t.observers:
         observer.after_step(t, step)
     return step
 
 
-def _take_in(t: Session, step: Step) -> None:
+def _read_numbers(t: Session, step: Step) -> None:
     """Wait for the numbers of a step; every rank does so at the same points of the loop."""
     try:
         step.read()
@@ -148,8 +148,8 @@ def _take_in(t: Session, step: Step) -> None:
     t.agreed = step.stop
 
 
-def _shows(t: Session) -> bool:
-    """Return True if something that the run keeps depends on the numbers of the last step."""
+def _needs_numbers(t: Session) -> bool:
+    """Return True if the log, an evaluation, a checkpoint or a probe needs the last loss now."""
     run = t.run
     masks = run.log.masks_every and t.step % run.log.masks_every == 0
     due = _due(run.eval.every, t) or _due(run.checkpoint.every, t)
@@ -177,7 +177,7 @@ def _judge(t: Session, step: Step, loss: float, grad_norm: float) -> bool:
 def _step_if_finite(optimizer: Any, step: Step, before: Step | None) -> None:
     """Take the step on the device unless its numbers, or those of the step before, are not finite.
 
-    The host learns of the step before only now: a refused step must not be followed by another.
+    The numbers of the step before are still on the device; if it was refused, so is this step.
     """
     if before is not None:
         step.nonfinite |= before.nonfinite
@@ -200,9 +200,9 @@ def _gradients(t: Session, batches: list[Batch], items: int) -> Tensor:
 
 
 def seed_draws(seed: int, step: int, micro: int) -> None:
-    """Make dropout and the like in one micro-batch a function of these three.
+    """Seed all generators from (seed, step, micro-batch), for dropout and other draws.
 
-    So there is no generator state to save, and an evaluation in between changes nothing.
+    No generator state has to be saved, and an evaluation in between changes nothing.
     """
     word = int(np.random.SeedSequence([seed, step, micro]).generate_state(1, np.uint64)[0])
     random.seed(word)

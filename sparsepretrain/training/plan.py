@@ -65,7 +65,7 @@ def dry_run(run: Run, console: Console) -> None:
         (
             "sparse",
             f"{coverage.sparse_parameters:,} in {len(coverage.layers)} layers, {coverage.title}; "
-            f"products with an N:M operand: {coverage.sparse_products}",
+            f"matmuls with an N:M operand: {', '.join(coverage.row.sparse) or 'none'}",
         ),
         (
             f"FLOPs per {task.unit[:-1]}",
@@ -103,7 +103,7 @@ def shard_rows(
     replicas, width = run.parallel.replicas, compute_dtype(run.precision).itemsize
     shards = processes // replicas
     twice = set()  # weights whose B is gathered too
-    if sparsifier.method.sparse_row.has_two_weights:
+    if sparsifier.method.sparse_row.has_two_weights():
         twice = {layer.weight for layer in sparsifier.layers.values()}
 
     def entries(module: nn.Module) -> int:  # that are gathered for a forward
@@ -181,7 +181,7 @@ def bytes_per_entry(run: Run, method: Method) -> tuple[BytesPerEntry, BytesPerEn
     width, fp8 = compute_dtype(run.precision).itemsize, isinstance(run.precision, SimulatedFP8)
     cast = width if width < 4 else 0
     in_block, elsewhere = moments(run, method)
-    stored = (method.sparse_row.A != W or fp8) + method.sparse_row.has_two_weights
+    stored = (method.sparse_row.A != W or fp8) + method.sparse_row.has_two_weights()
     operands = stored * (1 if fp8 else width) if stored else cast
     sparse = BytesPerEntry(4, 4, in_block, operands, 1 / 8)
     return sparse, BytesPerEntry(4, 4, elsewhere, cast)

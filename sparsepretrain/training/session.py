@@ -47,7 +47,7 @@ class Session:
     compiled: str = "none"
     """Compiled part of the model; see :func:`compilation.mode_of`."""
     signals: StopSignals = field(default_factory=StopSignals)
-    """This process's signal handlers, installed when it is entered."""
+    """This process's signal handlers, installed by ``__enter__``."""
     agreed: int | None = None
     """Exit code that the ranks last agreed on."""
     ema: EMA | None = None

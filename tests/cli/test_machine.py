@@ -24,4 +24,4 @@ def test_doctor_on_a_machine_without_a_gpu(monkeypatch, capsys):
     assert cli.main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert f"torch           {torch.__version__}" in text and "GPU             none" in text
-    assert "No product runs sparse here: this machine has no CUDA device" in text
+    assert "No matmul runs sparse here: this machine has no CUDA device" in text

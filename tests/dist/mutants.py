@@ -16,7 +16,7 @@ from sparsepretrain.sparsity.sharding import MasterShard, ShardedRows
 from sparsepretrain.training import gradients, loop
 
 place, seed_draws, loss = Sparsifier.micro_batch, loop.seed_draws, gradients.Loss.forward
-summed, rows_of = gradients._sum, ShardedRows.mine
+summed, rows_of = gradients._sum, ShardedRows.own_rows
 cut, pack = ShardedRows.shard_buffers, layer_state.pack_rows
 project, update = LayerState.project, LayerState.update
 gathered, set_factor = MasterShard.fsdp_post_all_gather, FSDPModule.set_gradient_divide_factor
@@ -47,7 +47,7 @@ def by_pointer(own: Any, weight: Any, training: bool = False) -> Any:
     """Projections cached by the address of the rows, which changes on some ranks only."""
     if not isinstance(own.rows, ShardedRows):
         return project(own, weight, training)
-    key = own.step, own.cache.key(training), own.rows.local(weight).data_ptr()
+    key = own.step, own.cache.uses_training_set(training), own.rows.local(weight).data_ptr()
     kept = own.__dict__.setdefault("kept_by_pointer", {})
     if key not in kept:
         kept[key] = project(own, weight, training)

@@ -77,7 +77,7 @@ def test_sparse_fp8_matmuls_equal_simulated_ones(method, recipe, kind, bias, mon
     model = layer(kind, bias)
     packs = PACKED[method] if recipe == "e4m3" else PACKED[method].strip("BPU")
     if not packs:
-        told = "no product can be sparse: cuSPARSELt has no kernel of e5m2×e4m3"
+        told = "no matmul can be sparse: cuSPARSELt has no kernel of e5m2×e4m3"
         with pytest.raises(ConfigError, match=told):
             sparsify(model, method, recipe, backend="semi_structured")
         return
@@ -160,8 +160,8 @@ def test_unsupported_layers_are_simulated():
         "fp8 hybrid: fprop e4m3×e4m3, dgrad and wgrad e5m2×e4m3; evaluation without fp8",
         "  simulated: 1 layer: out_features = 40, no multiple of 16",
         "  simulated: 1 layer: a convolution",
-        "backend semi_structured: 1 of 3 products are sparse, cuSPARSELt 0.8.1",
-        "  emulated: fprop of 2 layers: its products are in simulated fp8",
+        "backend semi_structured: 1 of 3 matmuls are sparse, cuSPARSELt 0.8.1",
+        "  emulated: fprop of 2 layers: its matmuls are in simulated fp8",
     ]
     for name, shape in (("narrow_fc", (8, 256)), ("fc_conv", (2, 16, 5, 5))):
         x = draw(*shape, dtype=torch.float32)
@@ -182,7 +182,7 @@ def test_device_without_fp8_tensor_cores_is_refused(monkeypatch):
     sparsify(model, "ste")
     reason = "compute capability 8.6 has no fp8 tensor cores (8.9 is the first)"
     monkeypatch.setattr(backends, "no_fp8_products", lambda device: reason)
-    with pytest.raises(ConfigError, match=r"no product can be in fp8: .*8\.6 has no"):
+    with pytest.raises(ConfigError, match=r"no matmul can be in fp8: .*8\.6 has no"):
         sp.sparsify(Layer(), "ste", targets="fc", precision="fp8")
     model.to("cpu")  # back, from a GPU
     for _ in range(2):

@@ -112,3 +112,17 @@ def test_the_first_flip_rate_is_counted_from_weights_that_were_loaded():
     train(model, optimizer, 0, 1)
     train(expected, its_optimizer, 0, 1)
     assert sparsifier.metrics()["flip_rate"] == other.metrics()["flip_rate"]
+
+
+def test_masks_of_a_checkpoint_that_is_loaded_after_attach_stay_the_baseline():
+    options, late = {"refresh": 5, "dense_tail": 0.95}, {"lr": 0.3}  # masks drift in the tail
+    trained, its_optimizer, _ = build("tsrste", options, **late)
+    train(trained, its_optimizer, 0, 7)
+    model, sparsifier = on_meta("tsrste", options)
+    model.to_empty(device="cpu")
+    optimizer = attached(sparsifier, optimizer_for("tsrste", model.parameters(), **late))
+    model.load_state_dict(copy.deepcopy(trained.state_dict()))
+    optimizer.load_state_dict(copy.deepcopy(its_optimizer.state_dict()))
+    train(trained, its_optimizer, 7, 8)
+    train(model, optimizer, 7, 8)
+    assert_equal_bits(model.state_dict(), trained.state_dict())

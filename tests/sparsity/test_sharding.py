@@ -77,6 +77,27 @@ def test_one_shard_trains_like_the_unsharded_model(mesh, method, options):
     assert isinstance(model.state_dict()["0.sparsity.previous_mask"], DTensor)
 
 
+@pytest.mark.parametrize("method", ["srste", "sste", "tsrste", "sdgp", "slope"])
+def test_one_shard_trains_like_the_unsharded_model_under_autocast(mesh, method):
+    losses = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+        sparsifier = sp.sparsify(model, method, targets=["0", "2"], total_steps=3)
+        if is_sharded:
+            sparsifier.prepare_sharding()
+            fully_shard(model, mesh=mesh)
+        optimizer = attached(sparsifier, sgd(model))
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = (model(torch.ones(4, 16)) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+    assert losses[:3] == losses[3:] and losses[2] < losses[0]
+
+
 @pytest.mark.parametrize("method", ["sste", "slope"])
 def test_operands_are_gathered_in_the_dtype_of_fsdp(mesh, method):
     """Also after ``store_operands`` named another one."""

@@ -126,6 +126,12 @@ def test_evaluation_masks_and_copies_are_those_of_emulation():
     assert torch.equal(sp.densify(model)(x), sp.densify(twin)(x))
 
 
+def test_held_masks_need_stored_operands():
+    handle = sparsify(Layer(), "sste")
+    with pytest.raises(ConfigError, match=r"held masks .*store_operands"):
+        handle.hold(handle.masks())
+
+
 def test_operands_are_packed_in_sparse_phases_only():
     model = Layer()
     handle = sparsify(model, "tsrste", {"window": {"start": 0.25}, "dense_tail": 0.25})
@@ -141,7 +147,7 @@ def test_coverage_names_emulated_matmuls_and_reasons():
     text = str(sparsify(Mixed(), "ste").coverage()).splitlines()
     assert "M∘W 2:4 (sparse)" in text[1] and "sparse" not in text[2]
     assert text[-3:] == [
-        "backend semi_structured: 1 of 3 products are sparse, cuSPARSELt 0.8.1",
+        "backend semi_structured: 1 of 3 matmuls are sparse, cuSPARSELt 0.8.1",
         "  emulated: fprop of 1 layer: out_features = 40, no multiple of 64",
         "  emulated: fprop of 1 layer: a convolution",
     ]
@@ -153,7 +159,7 @@ def test_coverage_names_emulated_matmuls_and_reasons():
         ("dense", {}, "dense has no 2:4 operand"),
         ("act24", {}, "the 2:4 operand is an activation"),
         ("ste", {"n": 4, "m": 8}, "4:8, not 2:4"),
-        ("ste", {"precision": "fp8_sim"}, "its products are in simulated fp8"),
+        ("ste", {"precision": "fp8_sim"}, "its matmuls are in simulated fp8"),
         ("ste", {"targets": ["narrow_fc"]}, "out_features = 40, no multiple of 64"),
         ("ste", {"targets": ["fc_conv"]}, "a convolution"),
     ],
@@ -166,19 +172,19 @@ def test_backend_without_a_supported_matmul_is_refused(method, options, why):
     model.fc_conv = model.fc_conv if "fc_conv" in options["targets"] else None
     coverage = sparsify(model, method, **options, backend="auto").coverage()
     assert coverage.backend == "auto"
-    assert method == "dense" or coverage.chosen.endswith(f"all products are emulated: {why}")
+    assert method == "dense" or coverage.chosen.endswith(f"all matmuls are emulated: {why}")
 
 
 def test_unsupported_machine_is_refused_or_emulated(monkeypatch):
     reason = "this machine has no CUDA device"
     monkeypatch.setattr(backends, "unsupported", lambda device, **_: reason)
-    with pytest.raises(ConfigError, match=f"semi_structured: no product can be sparse: {reason}"):
+    with pytest.raises(ConfigError, match=f"semi_structured: no matmul can be sparse: {reason}"):
         sparsify(Layer(), "sste")
     model, twin = Layer(), Layer()
     handle = sparsify(model, "sste", backend="auto")
     sparsify(twin, "sste", backend="emulate")
     assert_equal_bits(outputs(model, torch.bfloat16), outputs(twin, torch.bfloat16))
-    assert handle.coverage().chosen == f"backend auto: all products are emulated: {reason}"
+    assert handle.coverage().chosen == f"backend auto: all matmuls are emulated: {reason}"
     assert handle.backend["products"] == []
 
 
@@ -197,11 +203,11 @@ def test_sharded_weights_are_emulated():
         sparsify(Layer(), "ste").prepare_sharding()
     handle = sparsify(Layer(), "ste", backend="auto")
     handle.prepare_sharding()
-    assert handle.coverage().chosen.endswith("all products are emulated: its weight is sharded")
+    assert handle.coverage().chosen.endswith("all matmuls are emulated: its weight is sharded")
 
 
 def test_fp32_matmuls_are_refused_or_emulated():
-    message = "backend=semi_structured: sparse products exist in fp16 and bf16, not in float32"
+    message = "backend=semi_structured: sparse matmuls exist in fp16 and bf16, not in float32"
     model = Layer()
     sparsify(model, "ste")
     with pytest.raises(ConfigError, match=message):
@@ -227,7 +233,7 @@ def test_auto_uses_the_faster_matmul(monkeypatch):
     assert clock.calls == 3, "layers of one size are tried once"
     assert [layer.sparsity.products.packs for layer in handle.layers.values()] == ["AU", "AU"]
     coverage = handle.coverage()
-    assert coverage.chosen == "backend auto: 4 of 6 products are sparse, cuSPARSELt 0.8.1"
+    assert coverage.chosen == "backend auto: 4 of 6 matmuls are sparse, cuSPARSELt 0.8.1"
     assert handle.backend["chosen"] == coverage.chosen
     assert coverage.layers[0].emulated["dgrad"] == "slower: 1500 µs, emulated 1000 µs"
     table = {row["product"]: row for row in handle.backend["products"]}

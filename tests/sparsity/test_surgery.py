@@ -386,7 +386,7 @@ def test_coverage_counts_and_prints():
     assert coverage.sparse_parameters == 2 * 16 * 32
     assert coverage.total_parameters == 16 * 32 * 2 + 32 + 16 * 5 + 5
     assert coverage.dense_linears == ["head"]
-    assert coverage.sparse_products == "fprop, wgrad"
+    assert coverage.row.sparse == ["fprop", "wgrad"]
     table = str(coverage)
     assert "fc1    32 × 16" in table and "2:4" in table
 
@@ -429,6 +429,25 @@ def test_densify_after_a_dense_tail_warns():
     with pytest.warns(sp.errors.SparsePretrainWarning, match="tsrste evaluates dense weights"):
         sp.densify(model)
     assert (model.fc1.weight != 0).all()
+
+
+def test_a_part_can_be_densified():
+    model, optimizer, _ = build("srste")
+    expected = model.eval()(draw(4, 16))
+    sp.densify(model.fc2)
+    assert torch.equal(model(draw(4, 16)), expected) and type(model.fc2) is nn.Linear
+    remaining = sp.sparsifier_of(model)
+    assert [*remaining.layers] == ["fc1"]
+    remaining.attach(optimizer)
+    train(model.train(), optimizer, 0, 1)
+    assert remaining.completed_steps == 1
+
+
+def test_nested_tensors_in_training_are_refused():
+    model, _, _ = build("srste", dtype=torch.float32)
+    x = torch.nested.nested_tensor([torch.ones(3, 16), torch.ones(5, 16)])
+    with pytest.raises(ConfigError, match="enable_nested_tensor=False"):
+        model.fc1(x)
 
 
 @pytest.mark.parametrize("method", ["ste", "sste"])

@@ -34,7 +34,7 @@ def test_backend_on_a_machine_without_sparse_matmuls(tiny, capsys):
     assert cli.main(["train", *given]) == 2
     (told,) = capsys.readouterr().err.splitlines()
     reason = "this machine has no CUDA device"
-    line = f"backend auto: all products are emulated: {reason}"
+    line = f"backend auto: all matmuls are emulated: {reason}"
     assert f"backend=semi_structured: {reason}" in told and not (tiny.root / "runs").exists()
     assert cli.main(["train", *given, "--dry-run"]) == 2
     assert cli.main(["train", *given[:-1], "backend=auto", "--dry-run"]) == 0
@@ -107,7 +107,7 @@ def test_choices_of_auto_are_recorded(tiny, supported, monkeypatch):
     monkeypatch.setattr(backends, "medians", medians)
     given = ("precision=bf16", "backend=auto", "steps=2", "compile=false", "model.n_embd=64")
     outcome = tiny.train(*given)
-    assert "backend auto: 2 of 4 products are sparse, cuSPARSELt 0.8.1" in outcome.output
+    assert "backend auto: 2 of 4 matmuls are sparse, cuSPARSELt 0.8.1" in outcome.output
     written = environment(outcome)
     assert any("slower: 3000 µs, emulated 2000 µs" in line for line in written["coverage"])
     rows = {(row["product"], row["out_features"]): row for row in written["backend"]["products"]}

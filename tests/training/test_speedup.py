@@ -41,9 +41,9 @@ def test_flops_per_matmul_and_the_bound():
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["sparsity=dense"], "no product has an N:M operand"),
+        (["sparsity=dense"], "no matmul has an N:M operand"),
         (["sparsity=act24"], "the 2:4 operand is an activation"),
-        (["precision=fp32"], "sparse products exist in fp16 and bf16, not in float32"),
+        (["precision=fp32"], "sparse matmuls exist in fp16 and bf16, not in float32"),
         (["sparsity=ste", "sparsity.n=1"], "1:4, not 2:4"),
     ],
 )

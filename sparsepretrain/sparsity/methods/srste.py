@@ -25,8 +25,8 @@ class RampedDecayOptions(MethodOptions):
 class MaskedDecay(Method):
     """Masked decay on gradients; :attr:`decay` is the λ of the current step.
 
-    The linear ramp of some is the annealed decay of AST (Huang et al., AAAI 2025,
-    arXiv:2407.20584), which the published SR-STE and T-SR-STE do not have.
+    The optional linear ramp is the annealed decay of AST (Huang et al., AAAI 2025,
+    arXiv:2407.20584); the published SR-STE and T-SR-STE have none.
     """
 
     options: Any  # with `decay`, and in some methods `decay_ramp`
