@@ -1,4 +1,4 @@
-"""Train `gpt2_nano` for 20 steps in every compile mode, saved and resumed halfway.
+"""Train `gpt2_nano` for 20 steps with compile=none and blocks, saved and resumed halfway.
 
 The first script to run on a new machine. Needs the package installed with its dependencies,
 hydra-core among them.

@@ -3,7 +3,7 @@
 #
 #   scripts/gpu_check.sh [--fake] [PIECE …]
 #
-#   smoke              training of gpt2_nano in every compile mode, saved and resumed; 90 s at most
+#   smoke              training of gpt2_nano with compile=none and blocks, saved and resumed; 90 s at most
 #   doctor             versions, and the start-up test of sparse products
 #   trust              that test by type, and the layout of packed matrices
 #   linear             one linear layer of S-STE, T-SR-STE and SLoPe against nn.Linear

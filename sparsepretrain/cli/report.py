@@ -35,7 +35,7 @@ class Report(Verb):
         name, *others = args.words
         if name not in names(args.config_dir):
             if args.scale or args.seeds or args.record or args.from_record:
-                raise UsageError(f"{name} is not a table: its flags are for tables only")
+                raise UsageError(f"{name} is not a table: leave out the flags of tables")
             written = report([*map(Path, args.words)], args.out, page=True)
         else:
             if wrong := [word for word in others if "=" not in word]:

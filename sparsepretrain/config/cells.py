@@ -161,7 +161,7 @@ def tuning_cells(
     }
     keys = {word.partition("=")[0] for _, setting in tried for word in setting.split()}
     if tuned := [word for word in asked.overrides if word.lstrip("+").partition("=")[0] in keys]:
-        raise ConfigError(f"{tuned[0]}: {name} tunes this key itself")
+        raise ConfigError(f"{tuned[0]}: {name} tunes this key itself, leave it out")
     return grid(name, tried, tune.seeds, asked.config_dirs)
 
 
@@ -179,7 +179,7 @@ def cell_overrides(
     size = table.scales[scale]
     # with `seed=` in the overrides, all seeds of a cell would be one run
     if any(word.partition("=")[0].lstrip("+") in ("seed", "name") for word in asked.overrides):
-        raise ConfigError("seed and name belong to the table: use --seeds")
+        raise ConfigError("a table sets seed and name itself: use --seeds, leave name out")
     kinds = [word.partition("=")[2] for word in asked.overrides if word.startswith("match=")]
     rows = _compared(name, table, kinds[-1]) if kinds else [*table.rows]
     overrides = [word for word in asked.overrides if not word.startswith("match=")]
@@ -195,7 +195,7 @@ def cell_overrides(
     }
     if not wanted:
         near = suggestion(asked.only, [cell_name(*at) for at in known])
-        raise ConfigError(f"no cell of {name} is {asked.only!r}{near}")
+        raise ConfigError(f"--only: no row or cell of {name} is {asked.only!r}{near}")
     return wanted
 
 

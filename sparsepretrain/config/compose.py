@@ -100,7 +100,7 @@ def read(overrides: Iterable[str] = (), config_dirs: Sequence[Path] = ()) -> Ove
             parsed.errors.append(problem)
             parsed.broken.add(key)
     if parsed.broken & set(groups) and any(key == "plugins" for key, _ in parsed.values):
-        parsed.errors.append("plugins: their options are YAML files; give --config-dir DIR")
+        parsed.errors.append("plugins: give --config-dir DIR with the YAML files of their options")
     return parsed
 
 

@@ -78,7 +78,7 @@ class Stage:
 
     def problems(self) -> Problems:
         if [self.finetune, self.evaluate, self.lm_eval].count(None) != 2:
-            yield "name", f"{self.name!r} must have one of finetune, evaluate and lm_eval"
+            yield "finetune", f"or evaluate or lm_eval: stage {self.name!r} must have exactly one"
         if self.name == "train" or self.name != slug(self.name):
             yield "name", f"must be letters, digits, _ and -, and not 'train', got {self.name!r}"
 
@@ -204,7 +204,8 @@ class Claim:
         least = 3 if self.kind == "interior" else 2
         most = 99 if self.kind in ("order", "best_of", "interior") else 2
         if not least <= len(self.of) <= most:
-            yield "of", f"of a claim {self.kind!r} must name {least} terms, got {len(self.of)}"
+            count = least if least == most else f"at least {least}"
+            yield "of", f"must have {count} terms in a claim {self.kind!r}, got {len(self.of)}"
         if (self.margin is None) == (self.kind in ("equal", "not_worse")):
             yield "margin", "belongs to claims 'equal' and 'not_worse', and they need one"
         if bool(self.along) != (self.kind == "crossing"):
@@ -260,7 +261,7 @@ class Table:
         if self.parts or self.bench:
             return
         if not self.rows or not self.metrics or not self.scales:
-            yield "rows", "metrics and scales must be given, or parts, or bench"
+            yield "rows", "must be given with metrics and scales; or give parts, or bench"
         if self.baseline is not None and self.baseline not in self.rows:
             yield "baseline", f"{self.baseline!r} is not a row; give one, or null"
         cells = {*self.rows, *(cell_name(r, c) for r in self.rows for c in self.columns)}
@@ -298,7 +299,7 @@ class Table:
             about = self.metrics.get(key)
             directed = claim.kind in ("best_of", "interior", "not_worse")
             if directed and about and about.better is None:
-                yield f"claims[{i}].metric", "has no best: give its `better`"
+                yield f"claims[{i}].metric", f"{key!r} has no best value: set metrics.{key}.better"
             yield from _unknown(f"claims[{i}].of", claim.names, cells)
         for i, printed in enumerate(self.published):
             labels = {*self.rows, *self.columns}

@@ -360,7 +360,8 @@ def _measure(result: CellResult, name: str, metric: Metric, data: RunData, size:
         if value is None:
             failure = directory.failures().get(stage.name) if stage is not None else None
             why = f"failed: {FAILURE.format(**failure)}" if failure else "has no such number"
-            result.missing[name] = why if stage is None else f"{stage.name} {why}"
+            missing = f"the runs record no {metric.key}" if stage is None else f"{stage.name} {why}"
+            result.missing[name] = missing
             return
         values.append(value)
     if not values:

@@ -40,7 +40,7 @@ def parts(name: str, scale: Scale | None, asked: Selection, stop_after: int | No
         except ConfigError as error:
             errors += [m for m in error.messages if m not in errors]
     # with several tables, a glob may match cells of a single one
-    if errors and not (found and asked.only != "*" and all("no cell of " in m for m in errors)):
+    if errors and not (found and asked.only != "*" and all(m.startswith("--only") for m in errors)):
         raise ConfigError(errors)
     return found
 

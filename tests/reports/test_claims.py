@@ -230,7 +230,7 @@ def test_unsuitable_claims_are_refused():
     values = {f"{row} @ {c}": {0: 1.0} for row in ROWS for c in "ab"}
     with pytest.raises(ConfigError, match="needs terms `row @ column`"):
         verdict(values, columns=("a", "b"), kind="interior", of=ROWS)
-    with pytest.raises(ConfigError, match="has no best"):
+    with pytest.raises(ConfigError, match="has no best value"):
         table(better=None, kind="best_of", of=["dense", "ste"])
 
 

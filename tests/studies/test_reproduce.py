@@ -111,8 +111,11 @@ BOTH = "config error: dense, γ = 0.2"
         (["smal"], ["config error: there is no table 'smal' (did you mean 'small'?)"]),
         (["seed=1"], ["usage error: the table comes first"]),
         (["small", "--scale", "paper"], ["config error: table small has no scale 'paper'"]),
-        (["small", "--only", "dens"], ["config error: no cell of small is 'dens' (did you mean"]),
-        (["small", "seed=1"], ["config error: seed and name belong to the table"]),
+        (
+            ["small", "--only", "dens"],
+            ["config error: --only: no row or cell of small is 'dens' (did you mean"],
+        ),
+        (["small", "seed=1"], ["config error: a table sets seed and name itself"]),
         (["small", "--seeds", "0"], ["usage error: argument --seeds: expected a number"]),
         (
             ["small", "optim.lt=1", "steps=x"],
