@@ -120,7 +120,7 @@ MUTANTS: dict[str, list[Any]] = {
     "B dropped": [patch.object(MasterShard, "fsdp_post_all_gather", without_b)],
     "no reshard": [patch.object(OperandCache, "is_stale", lambda own, training: False)],
     "a shard shifted by one": [
-        patch.object(ShardedRows, "mine", shifted),
+        patch.object(ShardedRows, "own_rows", shifted),
         patch.object(LayerState, "update", shifted_masks),
     ],
 }
