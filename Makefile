@@ -13,7 +13,7 @@ VERSIONS ?= .versions
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: train test lint test-fast test-triton test-kernels-offline test-without-gpu test-versions \
-	test-fault test-dist test-slow reliability golden bench docs clean
+	test-fault test-dist test-slow rehearse-gpu reliability golden bench docs clean
 
 train: $(INSTALLED)
 	$(BIN)/sparsepretrain train $(ARGS)
@@ -51,6 +51,10 @@ test-without-gpu: $(DEV)
 # the oldest torch that is supported, and others, in environments of their own (13 GB in VERSIONS)
 test-versions: $(DEV)
 	PYTHON=$(BIN)/python VERSIONS=$(VERSIONS) scripts/test_versions.sh
+
+# the program of docs/gpu.md as a bare GPU machine would run it (5 GB in VERSIONS)
+rehearse-gpu: $(DEV)
+	VERSIONS=$(VERSIONS) scripts/gpu/rehearse.sh
 
 test-fault: $(DEV)
 	$(TEST) -m fault

@@ -25,12 +25,12 @@ import torch.nn.functional as F
 from gpt2 import PlainGPT2
 from harness import Case, Options, Work, interleave, main, ratio, ratios
 from linear import timed_methods
-from recipes import training
 from sparsepretrain import registry
 from sparsepretrain.kernels.timing import Series
 from sparsepretrain.sparsity.operand_table import G
 from sparsepretrain.training.loop import train_step
 from sparsepretrain.training.session import Session
+from steps import training
 
 MASKED_LIMIT = 1.05
 """Largest ratio of a step to a dense step."""

@@ -249,12 +249,17 @@ def measure_all(
         cases += (found := over if late else attempt(name, work))
         for case in found:
             print(describe(case.as_dict()), flush=True)
-        if out is not None:
-            result = {**head, "cases": [case.as_dict() for case in cases]}
-            write_atomic(out, json.dumps(result, indent=1) + "\n")
+        write_results(out, head, cases)
         if late:
             break
     return cases
+
+
+def write_results(out: Path | None, head: dict[str, Any], cases: Iterable[Case]) -> None:
+    """Write a results file, which is there as a whole or not at all."""
+    if out is not None:
+        result = {**head, "cases": [case.as_dict() for case in cases]}
+        write_atomic(out, json.dumps(result, indent=1) + "\n")
 
 
 def describe(case: dict[str, Any]) -> str:

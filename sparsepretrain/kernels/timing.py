@@ -31,16 +31,24 @@ def medians(works: dict[str, Callable[[], Any]], device: torch.device) -> dict[s
     """Return the median seconds of a call of each work on ``device``, timed in turns."""
     calls: dict[str, Calls] = {name: [call] for name, call in works.items()}
     with torch.cuda.device(device):
-        try:
-            found = measure(calls, rounds=ROUNDS)
-        except RuntimeError:  # of a capture; one of the work itself comes again
-            torch.cuda.synchronize()
-            found = measure(calls, rounds=ROUNDS, graphs=False)
+        found = measure(calls, rounds=ROUNDS)
     return {name: statistics.median(series.us) / 1e6 for name, series in found.items()}
 
 
-def measure(works: dict[str, Calls], *, rounds: int, graphs: bool = True) -> dict[str, Series]:
-    """Time works in one process: rounds A, B, C, B, C, A, … of captured graphs."""
+def measure(works: dict[str, Calls], *, rounds: int) -> dict[str, Series]:
+    """Time works in one process: rounds A, B, C, B, C, A, … of captured graphs.
+
+    If a capture fails, all works are launched one by one instead: times of a graph and of launches
+    cannot be compared. The mode of each series says which.
+    """
+    try:
+        return _measure(works, rounds, graphs=True)
+    except RuntimeError:  # of a capture; one of the work itself comes again
+        torch.cuda.synchronize()
+        return _measure(works, rounds, graphs=False)
+
+
+def _measure(works: dict[str, Calls], rounds: int, *, graphs: bool) -> dict[str, Series]:
     ready = {name: _Prepared(calls, graphs) for name, calls in works.items()}
     names = list(works)
     us: dict[str, list[float]] = {name: [] for name in names}

@@ -153,10 +153,13 @@ def _device_name(device: torch.device) -> str:
 
 
 def _commit() -> str | None:
-    """Commit of the checkout that the package runs from; None for an installed wheel."""
+    """Commit of the checkout that the package runs from; None for an installed wheel.
+
+    ``SPARSEPRETRAIN_COMMIT`` names the commit of a copy without ``.git``.
+    """
     root = Path(sparsepretrain.__file__).parents[1]
     if not (root / ".git").exists():
-        return None
+        return os.environ.get("SPARSEPRETRAIN_COMMIT")
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)

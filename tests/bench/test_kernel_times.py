@@ -142,7 +142,7 @@ def test_synchronizing_work_is_not_captured(monkeypatch):
     assert [row.detail["mode"] for row in later] == ["graph", "graph"]
 
 
-def test_failed_capture_is_a_failed_case(monkeypatch):
+def test_works_are_launched_one_by_one_where_a_capture_fails(monkeypatch):
     cuda = FakeCuda(monkeypatch)
 
     def run(backend, x):
@@ -151,5 +151,22 @@ def test_failed_capture_is_a_failed_case(monkeypatch):
         return kernels.nm_mask(x)
 
     case = dataclasses.replace(case_named("2:4 mask, bf16"), run=run)
+    rows = attempt("a", lambda: times.on_gpu(case, TINY, rounds=2, device=CPU))
+    # a replayed graph and a launched work cannot be compared
+    assert [row.detail["mode"] for row in rows] == ["eager", "eager"]
+    assert all(row.status == "ok" and row.value > 0 for row in rows)
+
+
+def test_work_that_fails_by_itself_is_a_failed_case(monkeypatch):
+    FakeCuda(monkeypatch)
+
+    def run(backend, x):
+        calls.append(backend)
+        if len(calls) > 6:  # it passed the comparison with the reference
+            raise RuntimeError("illegal\nmemory access")
+        return kernels.nm_mask(x)
+
+    calls = []
+    case = dataclasses.replace(case_named("2:4 mask, bf16"), run=run)
     (row,) = attempt("a", lambda: times.on_gpu(case, TINY, rounds=1, device=CPU))
-    assert row.status.startswith("failed") and row.ok is False
+    assert row.status == "failed: illegal memory access" and row.ok is False

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from small_gpt2 import Training
 from torch import nn
 
 import sparsepretrain as sp
 from sparsepretrain.kernels import dispatch
-from train import Training, source_bytes
 
 NANO = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 256}
 
@@ -47,7 +47,7 @@ def test_training_agrees_with_the_references(method, device, monkeypatch):
     losses = {}
     for backend in ("triton", "reference"):
         with monkeypatch.context() as patch:
-            run = Training(method, sizes, 8, source_bytes(), device, lr=lr)
+            run = Training(method, sizes, 8, device, lr=lr)
             if device.type == "cuda":
                 assert dispatch.choose_backend("x", None, next(run.model.parameters())) == "triton"
             patch.setattr(dispatch, "choose_backend", lambda *_, name=backend: name)
@@ -61,7 +61,7 @@ def test_training_agrees_with_the_references(method, device, monkeypatch):
 
 @pytest.mark.cuda
 def test_compiled_training_learns(device):
-    run = Training("sste", NANO, 8, source_bytes(), device, compiled=True)
+    run = Training("sste", NANO, 8, device, compiled=True)
     for _ in range(20):
         run.step()
     assert run.losses[-1] < run.losses[0] - 0.5
