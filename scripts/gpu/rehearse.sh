@@ -63,12 +63,12 @@ cp -r .gpu "$scratch/checkout/"
 
 for call in "${calls[@]}"; do
     echo "== call $call, killed in its second stage"
-    out=$scratch/killed-$call
+    out=$scratch/killed-$call log=$scratch/killed-$call.log
     setsid bash -c "$(declare -f run); $(declare -p scratch environment isolated); run '$out' $call --seconds 600" \
-        > "$scratch/killed.log" 2>&1 &
+        > "$log" 2>&1 &
     leader=$!
-    until [ "$(grep -c '^== .*, at most' "$scratch/killed.log" 2> /dev/null)" -ge 2 ]; do
-        kill -0 "$leader" 2> /dev/null || { cat "$scratch/killed.log"; fail "call $call ended early"; }
+    until [ "$(grep -c '^== .*, at most' "$log" 2> /dev/null || true)" -ge 2 ]; do
+        kill -0 "$leader" 2> /dev/null || { cat "$log"; fail "call $call ended early"; }
         sleep 0.5
     done
     pkill -KILL --session "$leader"
