@@ -242,9 +242,9 @@ class Bench:
                 held = torch.cuda.memory_allocated()
                 variant.step()
                 self.synchronize()
-                # other variants are resident too: count what this one holds, and its own step
-                own = held - before + torch.cuda.max_memory_allocated() - held
-                detail |= {"peak_gib": own / 2**30, "held_gib": (held - before) / 2**30}
+                # other variants are resident too, and were before this one was built
+                peak = torch.cuda.max_memory_allocated()
+                detail |= {"peak_gib": (peak - before) / 2**30, "held_gib": (held - before) / 2**30}
             self.cases[label] = Case(name=label, unit="ms", detail=detail)
             self.ready[label], self.times[label] = variant, [self.time(variant)]
         except torch.OutOfMemoryError:

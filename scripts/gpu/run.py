@@ -66,13 +66,17 @@ class Stage:
     kind: Literal["bench", "tests", "text"] = "bench"
     """What its success is read from: a results file, the last line of pytest, the exit code."""
     rehearsed: Sequence[str] = ()
-    """Command of a rehearsal; (): the same command with ``--quick``."""
+    """Command of a rehearsal; (): the same. Benchmarks get ``--quick`` in addition."""
 
 
-def bench(seconds: int, script: str, *words: str) -> Stage:
-    """Return a stage that runs a script of benchmarks/."""
-    options = ("--out", "{out}", "--budget", "{budget}")
-    return Stage(seconds, (f"benchmarks/{script}.py", *words, *options))
+def bench(seconds: int, script: str, *words: str, only: str = "*") -> Stage:
+    """Return a stage that runs a script of benchmarks/, or those of its cases that match ``only``.
+
+    A rehearsal has other, tiny cases, and runs all of them.
+    """
+    command = (f"benchmarks/{script}.py", *words, "--out", "{out}", "--budget", "{budget}")
+    chosen = ("--only", only) if only != "*" else ()
+    return Stage(seconds, (*command, *chosen), rehearsed=command)
 
 
 def tests(seconds: int, path: str, rehearsed: str) -> Stage:
@@ -107,7 +111,7 @@ STAGES: dict[str, Stage] = {
     ),
     "gpt2_124m-auto": steps(115, "--variants", "dense,sste:auto,tsrste:auto,slope:auto"),
     "linear-auto": bench(80, "linear", *THREE, "--backend", "auto"),
-    "ffn-auto": bench(130, "blocks", "--backend", "auto", "--only", FFN),
+    "ffn-auto": bench(130, "blocks", "--backend", "auto", only=FFN),
     # call 3: does it learn?
     "train-dense": bench(185, "curves", "--methods", "dense", *CURVES),
     "train-sste": bench(185, "curves", "--methods", "sste", "--after", "{work}", *CURVES),

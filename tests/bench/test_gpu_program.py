@@ -1,5 +1,6 @@
 """``scripts/gpu/run.py``: limits, lost stages, what counts as passed, files that come back."""
 
+import fnmatch
 import importlib.util
 import json
 import os
@@ -11,6 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+
+import blocks
+from harness import Options
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "gpu" / "run.py"
@@ -210,6 +214,13 @@ def test_every_call_and_script_exists():
         for word in stage.command:
             if word.startswith(("benchmarks/", "tests/")):
                 assert (ROOT / word).exists(), word
+
+
+def test_the_cases_that_a_stage_chooses_exist(monkeypatch):
+    monkeypatch.setattr(blocks.torch.cuda, "is_available", lambda: True)
+    names = fnmatch.filter(blocks.works(Options(backend="auto")), program.FFN)
+    sizes = [name.split("N=")[1].partition(" h=")[0] for name in names]
+    assert sizes == ["4 n=2048 d=2048", "16 n=2048 d=2048", "4 n=2048 d=4096"]
 
 
 def test_the_page_lists_every_stage_with_its_limit():
