@@ -20,15 +20,17 @@ from sparsepretrain.optim import build_optimizer
 from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.sparsity.method import Method
 from sparsepretrain.sparsity.operand_table import W
-from sparsepretrain.tasks import Task, build_task
+from sparsepretrain.tasks import build_task
 from sparsepretrain.tracking.console import Console, clock, count
 from sparsepretrain.tracking.wandb import check_login
 from sparsepretrain.training.assembly import META, build_model, layer_inputs, sparsify_model
-from sparsepretrain.training.compilation import blocks
-from sparsepretrain.training.cost import matmul_flops, step_cost
+from sparsepretrain.training.compilation import COMPILED_FROM, blocks, scope_of
+from sparsepretrain.training.cost import matmul_flops
 from sparsepretrain.training.hardware import peak_flops
 from sparsepretrain.training.precision import compute_dtype, describe
 from sparsepretrain.training.schedules import learning_rate, warmup_steps
+from sparsepretrain.training.session import Session
+from sparsepretrain.training.tracing import StepCost, step_cost
 from sparsepretrain.training.world import World
 
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -44,7 +46,8 @@ def dry_run(run: Run, console: Console) -> None:
     device = World.single(run.parallel.device).device
     task = build_task(run)
     model = build_model(task, META)
-    flops, saved, items = step_cost(run, task, model)
+    cost = step_cost(run, task, model)
+    flops, saved, items = cost.flops, cost.saved, cost.items
     inputs = layer_inputs(run, task, model)
     sparsifier = sparsify_model(run, task, model, device)
     coverage = sparsifier.coverage()
@@ -89,8 +92,20 @@ def dry_run(run: Run, console: Console) -> None:
         ),
         ("precision, device", f"{describe(run.precision)}, {device}"),
         ("compute", duration(run, device, flops * run.steps)),
+        *compile_rows(run, device, cost),
     ]
     console.table(f"{run.name} (dry run)", rows)
+
+
+def compile_rows(run: Run, device: torch.device, cost: StepCost) -> list[tuple[str, str]]:
+    """Return what ``compile=auto`` comes to on a GPU; else no rows."""
+    if run.compile != "auto" or device.type != "cuda":
+        return []
+    seconds = cost.eager_seconds(run, run.nproc)
+    why = f"about {clock(math.ceil(seconds))} of training; blocks from {clock(COMPILED_FROM)} on"
+    if run.probe:
+        why = "probes need blocks that are not compiled"
+    return [("compile", f"auto: {scope_of(run, device, seconds).mode} ({why})")]
 
 
 def shard_rows(
@@ -137,13 +152,12 @@ def size(number: float) -> str:
     return f"{number / power:.2f} {unit}"
 
 
-def peak_items(run: Run, task: Task, device: torch.device) -> float | None:
-    """Items per second at the dense peak of ``device``; None where no peak is known."""
-    peak = peak_flops(device, run.precision.name)
-    if peak is None:
+def peak_items(session: Session) -> float | None:
+    """Items per second at the dense peak of all ranks' devices; None where no peak is known."""
+    peak = peak_flops(session.device, session.run.precision.name)
+    if peak is None or session.cost is None:
         return None
-    flops, _, items = step_cost(run, task, build_model(task, META))
-    return peak * items / flops
+    return peak * session.world.size * session.cost.items / session.cost.flops
 
 
 def duration(run: Run, device: torch.device, total: float) -> str:

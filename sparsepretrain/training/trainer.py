@@ -91,7 +91,7 @@ def _train(
         initial = weights.find(run.init.path, console.warn) if fresh and run.init.path else None
         t = build_session(run, console, initial=initial, world=world)
         t.stop_after, t.signals = stop_after, signals
-        t.observers.insert(0, Throughput(plan.peak_items(run, t.task, t.device)))
+        t.observers.insert(0, Throughput(plan.peak_items(t)))
         world.first(lambda: claim.enter_context(directory.claim()))
         if world.first(finished):  # by another process
             return 0

@@ -14,6 +14,7 @@ from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.loop import train_step
 from sparsepretrain.training.plan import bytes_per_entry, dry_run
 from sparsepretrain.training.validation import evaluate
+from sparsepretrain.training.world import World
 
 
 def show(*overrides):
@@ -52,6 +53,23 @@ def test_the_half_baseline_has_fewer_parameters():
     assert all(words in half for words in ("590,976 (0.6M)", "256 × 128", "in 8 layers, dense;"))
     # the 124M model without half of its 24 FFN matrices
     assert f"{124_373_760 - 12 * 768 * 3072:,} (" in show("model=gpt2_124m", "experiment=half")
+
+
+@pytest.mark.parametrize(
+    ("words", "row"),
+    [
+        ((), r"auto: none \(about 0:03 of training; blocks from 3:00 on\)"),
+        (("model=gpt2_124m",), r"auto: blocks \(about \d+d [\d:]+ of training; blocks"),
+        (("probe=descent", "steps=10000000"), r"auto: none \(probes need blocks that are not"),
+        (("compile=blocks",), None),
+    ],
+)
+def test_automatic_compilation_on_a_gpu(words, row, monkeypatch):
+    assert "auto:" not in show(*words)
+    monkeypatch.setattr(World, "single", lambda device: World(torch.device("cuda", 0)))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    text = show(*words)
+    assert re.search(f"compile +│ {row}", text) if row else "auto:" not in text
 
 
 def test_simulated_fp8():
