@@ -30,6 +30,8 @@ class StepCost(NamedTuple):
     flops: float
     saved: float
     """Bytes that a micro-batch saves for its backward."""
+    largest: float
+    """Bytes of the largest of these tensors; of a language model, the logits."""
     items: int
     blocks: int
     """Blocks of the model, as :func:`compilation.blocks` finds them."""
@@ -77,10 +79,11 @@ def step_cost(run: Run, task: Task, model: nn.Module) -> StepCost:
         loss, items = task.loss(model, batch)
         loss.backward()
     model.zero_grad(set_to_none=True)
-    width = compute_dtype(run.precision).itemsize
+    scale = run.batch.micro * compute_dtype(run.precision).itemsize / 4
     return StepCost(
         flops=float(counter.get_total_flops()) * run.batch.size,
-        saved=sum(sizes.values()) * run.batch.micro * width / 4,
+        saved=sum(sizes.values()) * scale,
+        largest=max(sizes.values(), default=0) * scale,
         items=items * run.batch.size,
         blocks=len(found),
     )
