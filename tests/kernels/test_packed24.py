@@ -486,6 +486,17 @@ def test_error_that_breaks_the_device_is_raised(owner, name, monkeypatch, hopper
         library.unsupported(hopper)
 
 
+def test_a_kept_choice_that_breaks_the_device_is_dropped(monkeypatch, cache):
+    fake = Library(monkeypatch)
+    library.fastest(problem())
+    fake.restart()
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    monkeypatch.setattr(torch, "_cslt_sparse_mm", fail)
+    with pytest.raises(torch.AcceleratorError):
+        library.fastest(problem())
+    assert not list(cache.iterdir())
+
+
 def test_algorithm_whose_error_leaves_the_device_usable_is_skipped(monkeypatch):
     multiply = Library(monkeypatch).multiply
 

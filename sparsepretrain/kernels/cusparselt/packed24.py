@@ -193,11 +193,13 @@ def _cached(problem: Problem, key: Key, sample: _Sample) -> Algorithm | None:
     numbers = load_choice(key)
     if numbers is None or len(numbers) != len(Algorithm._fields):
         return None
-    algorithm = Algorithm(*numbers)
-    if trusted(problem, algorithm, sample):
-        return algorithm
-    drop_choice(key)
-    return None
+    algorithm, is_trusted = Algorithm(*numbers), False
+    try:
+        is_trusted = trusted(problem, algorithm, sample)
+    finally:  # also if it breaks the device: the next process must not run it again
+        if not is_trusted:
+            drop_choice(key)
+    return algorithm if is_trusted else None
 
 
 def _similar(problem: Problem, sample: _Sample) -> Algorithm | None:
