@@ -52,7 +52,7 @@ def run_of(method: str, given: argparse.Namespace, runs: Path) -> Run:
     if given.data == "site-packages":
         words.append(f"data.roots=['{Path(torch.__file__).parents[1]}']")
     if cuda:
-        words += ["precision=bf16", "data.tokenizer=gpt2_size_bpe", *SIZE]
+        words += ["precision=bf16", "compile=blocks", "data.tokenizer=gpt2_size_bpe", *SIZE]
         if given.tokenizer is not None:  # a file that was trained before: 15 s less
             words += [f"data.tokenizer='{given.tokenizer.resolve()}'", "data.vocab_size=50257"]
     else:

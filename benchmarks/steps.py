@@ -43,10 +43,10 @@ from sparsepretrain.sparsity.sparse24 import PACKED
 from sparsepretrain.tasks import Batch, Task, build_task
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.assembly import META, build_model, build_session
-from sparsepretrain.training.cost import step_cost
 from sparsepretrain.training.hardware import peak_flops
 from sparsepretrain.training.loop import train_step
 from sparsepretrain.training.session import Session
+from sparsepretrain.training.tracing import step_cost
 
 OFFLINE = {
     "causal_lm": ("data=python_source", "task.documents=false"),
@@ -166,7 +166,8 @@ class Bench:
         self.device = torch.device("cuda:0") if self.cuda else CPU
         self.run = self.compose(["sparsity=dense"])
         self.task = build_task(self.run)
-        self.flops, _, self.items = step_cost(self.run, self.task, build_model(self.task, META))
+        cost = step_cost(self.run, self.task, build_model(self.task, META))
+        self.flops, self.items = cost.flops, cost.items
         self.peak = peak_flops(self.device, "bf16")
         self.batches = random_tokens(self.run, self.task, given.micro_batches)
         self.cases: dict[str, Case] = {}

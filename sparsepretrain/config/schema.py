@@ -107,8 +107,8 @@ class Run:
     """Processes that prepare batches; 0: the training process prepares them."""
     init: Init = field(default_factory=Init)
     compile: Literal["auto", "none", "off", "blocks"] | bool
-    """Scope of torch.compile; auto: blocks on a GPU, none on a CPU; true: the whole model; false:
-    none."""
+    """Scope of torch.compile; auto: blocks on a GPU for runs of more than three minutes, else none;
+    true: the whole model; false: none."""
     activation_checkpointing: bool
     """Keep only the inputs of blocks and compute the rest again in the backward: less memory, about
     a third more FLOPs."""

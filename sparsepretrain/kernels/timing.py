@@ -14,6 +14,9 @@ ROUND_MS = 2.0
 ROUNDS = 5
 """Rounds of :func:`medians`."""
 
+DELAY = 1_000_000
+"""Clock cycles of the device, about 0.6 ms, in which the host launches the work that is timed."""
+
 Calls = Sequence[Callable[[], Any]]
 """The same work on different buffers, called in turn."""
 
@@ -33,6 +36,16 @@ def medians(works: dict[str, Callable[[], Any]], device: torch.device) -> dict[s
     with torch.cuda.device(device):
         found = measure(calls, rounds=ROUNDS)
     return {name: statistics.median(series.us) / 1e6 for name, series in found.items()}
+
+
+def once(call: Callable[[], Any], device: torch.device) -> float:
+    """Return the seconds of one call on ``device``, to rank works that are warm.
+
+    The device is kept busy until the call is launched: launch overhead is not counted.
+    """
+    with torch.cuda.device(device):
+        torch.cuda._sleep(DELAY)
+        return _event_ms(call, waits=False) / 1e3
 
 
 def measure(works: dict[str, Calls], *, rounds: int) -> dict[str, Series]:
@@ -120,9 +133,10 @@ def _waits(call: Callable[[], Any]) -> bool:
     return False
 
 
-def _event_ms(work: Callable[[], Any]) -> float:
+def _event_ms(work: Callable[[], Any], *, waits: bool = True) -> float:
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
+    if waits:
+        torch.cuda.synchronize()
     start.record()
     work()
     stop.record()

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparsepretrain.config.strict import build
 from sparsepretrain.errors import ConfigError, Problems, one_line
 from sparsepretrain.kernels import no_fp8_products
-from sparsepretrain.kernels.cusparselt.packed24 import unsupported
+from sparsepretrain.kernels.cusparselt.packed24 import searching, unsupported
 from sparsepretrain.kernels.fp8 import FP8_MULTIPLE
 from sparsepretrain.kernels.hardware import Limits, broken
 from sparsepretrain.kernels.timing import medians
@@ -230,7 +230,8 @@ class Backend:
         works: dict[str, Callable[[], Tensor]] = {}
         times: dict[str, float] = {}
         try:
-            run(products["sparse"])  # searches for an algorithm
+            with searching():
+                run(products["sparse"])
             if self.name == "auto":
                 for name, product in products.items():
                     works[name] = partial(run, product, product.prepare(right, names[1]))

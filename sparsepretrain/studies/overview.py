@@ -41,8 +41,8 @@ def _compute(steps: Mapping[StudyCell, int], run: Run) -> str:
     """Return FLOPs and time of the remaining steps in words, on the device of ``run``."""
     from sparsepretrain.tasks import build_task
     from sparsepretrain.training.assembly import META, build_model
-    from sparsepretrain.training.cost import step_cost
     from sparsepretrain.training.plan import duration
+    from sparsepretrain.training.tracing import step_cost
     from sparsepretrain.training.world import World
 
     if not all(cell.end for cell in steps):
@@ -54,7 +54,7 @@ def _compute(steps: Mapping[StudyCell, int], run: Run) -> str:
             key = json.dumps([plain[group] for group in ("model", "task", "data", "batch")])
             if key not in costs:
                 task = build_task(cell.run)
-                costs[key], *_ = step_cost(cell.run, task, build_model(task, META))
+                costs[key] = step_cost(cell.run, task, build_model(task, META)).flops
             flops += number * costs[key]
     except SparsePretrainError as error:  # a missing model or tokenizer
         return f"unknown: {error}"

@@ -34,6 +34,7 @@ from sparsepretrain.training.observers import Averaging, FlipObserver
 from sparsepretrain.training.precision import Options, compute_dtype, fp8_formats, set_numerics
 from sparsepretrain.training.recomputation import recompute_blocks
 from sparsepretrain.training.session import Session
+from sparsepretrain.training.tracing import StepCost, step_cost
 from sparsepretrain.training.world import World
 
 META = torch.device("meta")
@@ -63,14 +64,15 @@ def build_session(
         world: ranks that train together; None: only this process.
     """
     world = world or World.single(run.parallel.device)
-    mode = compilation.mode_of(run, world.device)
     set_numerics(run.precision, deterministic=run.deterministic)
     task = build_task(run)
-    task.compiles_loss = compilation.compiles_loss(run, world.device)
     trains = splits is None
     device = world.device if trains else None
     # a meta model first: wrong targets or widths fail before data is prepared and weights drawn
     bare = build_model(task, META)
+    cost = gpu_cost(run, task, bare, world.device) if trains else None
+    seconds = 0.0 if cost is None else cost.eager_seconds(run, world.size)
+    scope = compilation.scope_of(run, world.device, seconds)
     inputs = layer_inputs(run, task, bare) if trains and run.backend != "emulate" else {}
     sparsify_model(run, task, bare, device)
     if splits is None:
@@ -99,7 +101,8 @@ def build_session(
     sparsifier.store_operands(compute_dtype(run.precision))
     if run.activation_checkpointing:
         recompute_blocks(model)
-    forward_model = compilation.compiled(model, mode)
+    forward_model = compilation.compiled(model, scope.mode)
+    task.compiles_loss = scope.loss
     count = run.batch.size // (run.batch.micro * world.size)
     share = range(world.rank * count, (world.rank + 1) * count)
     ema = None if run.ema is None else EMA(model, run.ema)
@@ -109,7 +112,8 @@ def build_session(
         task=task,
         model=model,
         forward_model=forward_model,
-        compiled=mode,
+        compiled=scope.mode,
+        cost=cost,
         sparsifier=sparsifier,
         scaler=_grad_scaler(run.precision, world.device),
         optimizer=optimizer,
@@ -129,6 +133,11 @@ def build_session(
         probe: type[Probe[Session]] = registry.get("probe", name)
         session.observers.append(probe(options, session))
     return session
+
+
+def gpu_cost(run: Run, task: Task, model: nn.Module, device: torch.device) -> StepCost | None:
+    """Return the cost of a step, for MFU and ``compile=auto``; None on a CPU, which has neither."""
+    return step_cost(run, task, model) if device.type == "cuda" else None
 
 
 def build_model(task: Task, device: torch.device) -> nn.Module:

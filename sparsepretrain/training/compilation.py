@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -15,22 +15,37 @@ PHASES = 4
 """Phases of a method, at most, in which a block is compiled."""
 
 
-def mode_of(run: Run, device: torch.device) -> str:
-    """Return ``none``, ``blocks`` or ``model`` for a run on ``device``."""
+COMPILED_FROM = 180.0
+"""Estimated seconds of training from which ``auto`` compiles blocks: compilation takes 20–40 s, and
+compiled blocks are perhaps a third faster."""
+
+
+class Scope(NamedTuple):
+    """Compiled parts of a run."""
+
+    mode: str
+    """``none``, ``blocks`` or ``model``."""
+    loss: bool
+    """True if the cross-entropy of training is compiled."""
+
+
+def scope_of(run: Run, device: torch.device, seconds: float) -> Scope:
+    """Return the parts of ``run`` that are compiled on ``device``.
+
+    Args:
+        run: the checked configuration.
+        device: training device.
+        seconds: estimated training time without compilation, which ``auto`` depends on; 0 if the
+            session does not train.
+    """
     names: dict[Any, str] = {True: "model", False: "none", "off": "none"}
     mode = names.get(run.compile, str(run.compile))
     if mode == "auto":
-        able = device.type == "cuda" and not run.probe  # compiled blocks run no hooks of probes
-        return "blocks" if able else "none"
-    return mode
-
-
-def compiles_loss(run: Run, device: torch.device) -> bool:
-    """Return True if the cross-entropy of training is compiled: on a GPU, unless compiling is off.
-
-    Probes compare losses with and without gradients, and only the former would be compiled.
-    """
-    return device.type == "cuda" and run.compile not in ("none", "off", False) and not run.probe
+        # compiled blocks run no hooks of probes
+        able = device.type == "cuda" and not run.probe
+        mode = "blocks" if able and seconds > COMPILED_FROM else "none"
+    # Probes compare losses with and without gradients, and only the former would be compiled.
+    return Scope(mode, device.type == "cuda" and mode != "none" and not run.probe)
 
 
 def compiled(model: nn.Module, mode: str, backend: Any = "inductor") -> nn.Module:

@@ -10,9 +10,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import FlopCounterMode
 
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError
@@ -20,51 +17,11 @@ from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.sparsity.backend import Backend, LayerSize, objection
 from sparsepretrain.sparsity.method import Method, enter
 from sparsepretrain.sparsity.products import MATMUL_OF
-from sparsepretrain.tasks import Task, build_task
+from sparsepretrain.tasks import build_task
 from sparsepretrain.tracking.console import count
 from sparsepretrain.training.assembly import META, build_model, layer_inputs, sparsify_model
-from sparsepretrain.training.compilation import blocks
 from sparsepretrain.training.precision import compute_dtype
-from sparsepretrain.training.recomputation import recompute_blocks
-
-
-def step_cost(run: Run, task: Task, model: nn.Module) -> tuple[float, float, int]:
-    """FLOPs of an optimizer step, bytes that a micro-batch saves for its backward, items of a step.
-
-    FLOPs are those of dense matmuls. One sample is traced and scaled: all three are linear in the
-    number of samples. ``model`` is on the meta device and not sparse.
-    """
-    sizes: dict[int, int] = {}
-    parameters = {p.untyped_storage()._cdata for p in model.parameters()}
-
-    def pack(saved: Tensor) -> Tensor:
-        storage = saved.untyped_storage()
-        if storage._cdata not in parameters:
-            sizes[storage._cdata] = storage.nbytes()
-            alive.append(saved)
-        return saved
-
-    def keep(block: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        pack(inputs[0])
-
-    alive: list[Tensor] = []  # keeps storages, and so their identities, distinct
-    counter = FlopCounterMode(display=False)
-    batch = task.example(1, META)
-    hooks = saved_tensors_hooks(pack, lambda saved: saved)
-    if run.activation_checkpointing:
-        recompute_blocks(model)
-        for block in blocks(model):
-            block.register_forward_pre_hook(keep)
-    with counter, hooks:
-        loss, items = task.loss(model, batch)
-        loss.backward()
-    model.zero_grad(set_to_none=True)
-    width = compute_dtype(run.precision).itemsize
-    return (
-        float(counter.get_total_flops()) * run.batch.size,
-        sum(sizes.values()) * run.batch.micro * width / 4,
-        items * run.batch.size,
-    )
+from sparsepretrain.training.tracing import step_cost
 
 
 class MatmulFlops(NamedTuple):
@@ -155,7 +112,7 @@ def run_cost(run: Run, lines: Sequence[Mapping[str, Any]] | None = None) -> Cost
     """
     task = build_task(run)
     model = build_model(task, META)
-    flops, _, _ = step_cost(run, task, model)
+    flops = step_cost(run, task, model).flops
     inputs = layer_inputs(run, task, model)
     sparsifier = sparsify_model(run, task, model)
     method = sparsifier.method

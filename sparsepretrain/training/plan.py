@@ -5,33 +5,41 @@ Models are traced on the meta device: no data, no memory, no directory.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsepretrain import registry
 from sparsepretrain.config import freeze
 from sparsepretrain.config.groups import SimulatedFP8
-from sparsepretrain.config.schema import Run
+from sparsepretrain.config.schema import Run, shares
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.optim import build_optimizer
 from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.sparsity.method import Method
 from sparsepretrain.sparsity.operand_table import W
-from sparsepretrain.tasks import Task, build_task
+from sparsepretrain.tasks import build_task
 from sparsepretrain.tracking.console import Console, clock, count
 from sparsepretrain.tracking.wandb import check_login
 from sparsepretrain.training.assembly import META, build_model, layer_inputs, sparsify_model
-from sparsepretrain.training.compilation import blocks
-from sparsepretrain.training.cost import matmul_flops, step_cost
+from sparsepretrain.training.compilation import COMPILED_FROM, blocks, scope_of
+from sparsepretrain.training.cost import matmul_flops
 from sparsepretrain.training.hardware import peak_flops
 from sparsepretrain.training.precision import compute_dtype, describe
 from sparsepretrain.training.schedules import learning_rate, warmup_steps
+from sparsepretrain.training.session import Session
+from sparsepretrain.training.tracing import StepCost, step_cost
 from sparsepretrain.training.world import World
 
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+FILLED = 0.8
+"""Share of a device's memory up to which a larger micro-batch is proposed: the estimate leaves out
+the CUDA context, fragmentation and temporary results."""
 
 PHASES = ("at", "until", "clipping", "dense_tail", "window")
 """Options of methods that say when a run trains sparse."""
@@ -44,7 +52,8 @@ def dry_run(run: Run, console: Console) -> None:
     device = World.single(run.parallel.device).device
     task = build_task(run)
     model = build_model(task, META)
-    flops, saved, items = step_cost(run, task, model)
+    cost = step_cost(run, task, model)
+    flops, saved, items = cost.flops, cost.saved, cost.items
     inputs = layer_inputs(run, task, model)
     sparsifier = sparsify_model(run, task, model, device)
     coverage = sparsifier.coverage()
@@ -59,6 +68,10 @@ def dry_run(run: Run, console: Console) -> None:
     dense = sum(entries) * sum(other) + averages + saved
     kept = (each.weight + each.moments + each.masks, other.weight + other.moments)
     stored = averages + sum(n * own for n, own in zip(entries, kept, strict=True))
+    shards = shard_memory(run, model, sparsifier, others + sparse - entries[1] * other.operands)
+    state = others + sparse if shards is None else sum(shards)
+    on_gpu = device.type == "cuda"
+    device_bytes = torch.cuda.get_device_properties(device).total_memory if on_gpu else None
     rows = [
         ("run directory", str(freeze.run_directory(run))),
         ("parameters", f"{parameters:,} ({parameters / 1e6:.1f}M)"),
@@ -80,7 +93,7 @@ def dry_run(run: Run, console: Console) -> None:
             f"\n{(others + sparse + saved) / dense:.3f} of what a dense run needs",
         ),
         ("checkpoint", f"{size(stored)}: weights, moments{' and averages' * bool(averages)}"),
-        *shard_rows(run, model, sparsifier, others + sparse - entries[1] * other.operands),
+        *shard_rows(run, shards),
         (
             "steps",
             f"{run.steps:,} of {run.batch.size} samples in {micro_batches} "
@@ -89,19 +102,44 @@ def dry_run(run: Run, console: Console) -> None:
         ),
         ("precision, device", f"{describe(run.precision)}, {device}"),
         ("compute", duration(run, device, flops * run.steps)),
+        *compile_rows(run, device, cost),
+        *micro_rows(run, model, cost, state, device_bytes),
     ]
     console.table(f"{run.name} (dry run)", rows)
 
 
-def shard_rows(
+def compile_rows(run: Run, device: torch.device, cost: StepCost) -> list[tuple[str, str]]:
+    """Return what ``compile=auto`` comes to on a GPU; else no rows."""
+    if run.compile != "auto" or device.type != "cuda":
+        return []
+    seconds = cost.eager_seconds(run, run.nproc)
+    why = f"about {clock(math.ceil(seconds))} of training; blocks from {clock(COMPILED_FROM)} on"
+    if run.probe:
+        why = "probes need blocks that are not compiled"
+    return [("compile", f"auto: {scope_of(run, device, seconds).mode} ({why})")]
+
+
+class ShardMemory(NamedTuple):
+    """Bytes of a rank of ``parallel=fsdp``, by formula."""
+
+    own: float
+    """Its shards of weights, gradients, moments and operands."""
+    gathered: float
+    """Operands outside blocks, gathered for the whole forward."""
+    block: float
+    """Operands of the largest block."""
+    gradients: float
+    """Gradients of whole weights between micro-batches; 0 if they are reduced in each."""
+
+
+def shard_memory(
     run: Run, model: nn.Module, sparsifier: Sparsifier, state: float
-) -> list[tuple[str, str]]:
-    """Return the memory of a rank of ``parallel=fsdp``, by formula; else no rows."""
+) -> ShardMemory | None:
+    """Return the memory of a rank whose ``state`` bytes are sharded; None: it is not."""
     processes = run.nproc
     if run.parallel.name != "fsdp" or processes == 1:
-        return []
-    replicas, width = run.parallel.replicas, compute_dtype(run.precision).itemsize
-    shards = processes // replicas
+        return None
+    width = compute_dtype(run.precision).itemsize
     twice = set()  # weights whose B is gathered too
     if sparsifier.method.sparse_row.has_two_weights():
         twice = {layer.weight for layer in sparsifier.layers.values()}
@@ -110,16 +148,74 @@ def shard_rows(
         return sum(p.numel() * (1 + (p in twice)) for p in module.parameters())
 
     each, whole = [entries(block) for block in blocks(model)], entries(model)
+    accumulates = run.batch.size > run.batch.micro * processes and not run.parallel.reduce_each
+    parameters = sum(p.numel() for p in model.parameters())
+    return ShardMemory(
+        own=state / (processes // run.parallel.replicas),
+        gathered=width * (whole - sum(each)),
+        block=width * max(each, default=0),
+        gradients=max(4, width) * parameters * accumulates,
+    )
+
+
+def shard_rows(run: Run, memory: ShardMemory | None) -> list[tuple[str, str]]:
+    """Return the lines about a rank of ``parallel=fsdp``; else no rows."""
+    if memory is None:
+        return []
+    replicas = run.parallel.replicas
     copies = f" in each of {replicas} replicas" if replicas > 1 else ""
     text = (
-        f"{size(state / shards)}: 1/{shards} of the above{copies}"
-        f"\n{size(width * (whole - sum(each)))} gathered for the whole forward, "
-        f"{size(width * max(each, default=0))} for a block"
+        f"{size(memory.own)}: 1/{run.nproc // replicas} of the above{copies}"
+        f"\n{size(memory.gathered)} gathered for the whole forward, "
+        f"{size(memory.block)} for a block"
     )
-    if run.batch.size > run.batch.micro * processes and not run.parallel.reduce_each:
-        gradients = max(4, width) * sum(p.numel() for p in model.parameters())
-        text += f"\n{size(gradients)} gradients, which parallel.reduce_each=true frees"
+    if memory.gradients:
+        text += f"\n{size(memory.gradients)} gradients, which parallel.reduce_each=true frees"
     return [("memory per process", text)]
+
+
+def micro_rows(
+    run: Run, model: nn.Module, cost: StepCost, state: float, device_bytes: int | None
+) -> list[tuple[str, str]]:
+    """Propose a larger ``batch.micro`` where one fits; else no rows.
+
+    Casts of weights and sums of gradients recur in every micro-batch: by arithmetic, 32 instead of
+    8 samples give GPT-2 124M 9 % more tokens per second on an H100, 64 instead of 16 give Llama 1B
+    18 %.
+
+    Args:
+        run: the checked configuration.
+        model: says if BatchNorm depends on the micro-batch.
+        cost: of a step of ``run``.
+        state: bytes of a rank besides activations.
+        device_bytes: memory of the device; None: unknown.
+    """
+    if device_bytes is None:
+        return []
+    before = run.batch.micro
+    # the loss needs the gradient of the logits, and another copy of them while it computes it
+    sample = (cost.saved + 2 * cost.largest) / before
+
+    def fits(micro: int) -> bool:
+        larger = dataclasses.replace(run, batch=dataclasses.replace(run.batch, micro=micro))
+        divides = run.batch.size % micro == 0 and not any(shares(larger, run.nproc))
+        return divides and state + sample * micro <= FILLED * device_bytes
+
+    most = run.batch.size // run.nproc
+    best = next((micro for micro in range(most, before, -1) if fits(micro)), None)
+    if best is None:
+        return []
+    casts = compute_dtype(run.precision).itemsize < 4
+    work = "weights are cast and gradients summed" if casts else "gradients are summed"
+    text = (
+        f"{before} → {best} fits: {work} {best / before:.3g} times less often (estimate "
+        f"{size(state + sample * best)} of {size(device_bytes)}), in another run directory"
+    )
+    if isinstance(run.precision, SimulatedFP8):
+        text += "; fp8 scales change"
+    if any(isinstance(module, _BatchNorm) for module in model.modules()):
+        text += "; batches of BatchNorm change"
+    return [("batch.micro", text)]
 
 
 def check(run: Run) -> None:
@@ -137,13 +233,12 @@ def size(number: float) -> str:
     return f"{number / power:.2f} {unit}"
 
 
-def peak_items(run: Run, task: Task, device: torch.device) -> float | None:
-    """Items per second at the dense peak of ``device``; None where no peak is known."""
-    peak = peak_flops(device, run.precision.name)
-    if peak is None:
+def peak_items(session: Session) -> float | None:
+    """Items per second at the dense peak of all ranks' devices; None where no peak is known."""
+    peak = peak_flops(session.device, session.run.precision.name)
+    if peak is None or session.cost is None:
         return None
-    flops, _, items = step_cost(run, task, build_model(task, META))
-    return peak * items / flops
+    return peak * session.world.size * session.cost.items / session.cost.flops
 
 
 def duration(run: Run, device: torch.device, total: float) -> str:

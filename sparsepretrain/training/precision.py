@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -34,17 +35,32 @@ def fp8_formats(options: Options) -> FP8Precision | None:
 def set_numerics(options: Options, *, deterministic: bool) -> None:
     """Set TF32 and determinism of this process, which an earlier run may have changed.
 
+    Inductor's advice about TF32 is silenced.
+
     Args:
         options: TF32 is used where they say so; by default torch uses it in convolutions.
         deterministic: only algorithms that repeat bit for bit; torch raises where it has none.
     """
     tf32 = getattr(options, "tf32", False)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+    # torch 2.11 warns from inductor and names a function of torch; tf32_note names the option
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores for float32 matrix mult")
     torch.use_deterministic_algorithms(deterministic)
     if deterministic:
         aids: Any = torch.utils.deterministic
         aids.fill_uninitialized_memory = False  # for debugging; it costs time
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+
+
+def tf32_note(options: Options, device: torch.device) -> str | None:
+    """Return a line about fp32 matmuls that leave the tensor cores of ``device`` idle, or None."""
+    exact = compute_dtype(options) == torch.float32 and not getattr(options, "tf32", False)
+    if not exact or device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return None
+    return (
+        f"precision={options.name} multiplies in IEEE fp32 without tensor cores: "
+        "precision.tf32=true is faster and rounds operands to three digits"
+    )
 
 
 def describe(options: Options) -> str:

@@ -22,6 +22,7 @@ from sparsepretrain.training.guard import Guard
 from sparsepretrain.training.observer import Observer
 from sparsepretrain.training.signals import StopSignals
 from sparsepretrain.training.step import Step
+from sparsepretrain.training.tracing import StepCost
 from sparsepretrain.training.world import World
 
 
@@ -45,7 +46,9 @@ class Session:
     observers: list[Observer[Session]]
     """Called around every step, in this order; more can be added."""
     compiled: str = "none"
-    """Compiled part of the model; see :func:`compilation.mode_of`."""
+    """Compiled part of the model; see :class:`compilation.Scope`."""
+    cost: StepCost | None = None
+    """Cost of a step; None: the session trains on a CPU, or not at all."""
     signals: StopSignals = field(default_factory=StopSignals)
     """This process's signal handlers, installed by ``__enter__``."""
     agreed: int | None = None

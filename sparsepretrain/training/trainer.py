@@ -32,7 +32,7 @@ from sparsepretrain.training.hardware import environment
 from sparsepretrain.training.identity import run_hashes
 from sparsepretrain.training.loop import run_steps
 from sparsepretrain.training.observers import Throughput
-from sparsepretrain.training.precision import describe
+from sparsepretrain.training.precision import describe, tf32_note
 from sparsepretrain.training.resume import choose_checkpoint, named_checkpoint
 from sparsepretrain.training.session import Session
 from sparsepretrain.training.signals import StopSignals
@@ -91,7 +91,7 @@ def _train(
         initial = weights.find(run.init.path, console.warn) if fresh and run.init.path else None
         t = build_session(run, console, initial=initial, world=world)
         t.stop_after, t.signals = stop_after, signals
-        t.observers.insert(0, Throughput(plan.peak_items(run, t.task, t.device)))
+        t.observers.insert(0, Throughput(plan.peak_items(t)))
         world.first(lambda: claim.enter_context(directory.claim()))
         if world.first(finished):  # by another process
             return 0
@@ -219,8 +219,9 @@ def _announce(t: Session, directory: RunDirectory, console: Console) -> None:
     )
     if t.run.backend != "emulate":
         console.info(coverage.chosen)
-    if note := plan.warmup_note(t.run):
-        console.info(f"note: {note}")
+    for note in (plan.warmup_note(t.run), tf32_note(t.run.precision, t.device)):
+        if note:
+            console.info(f"note: {note}")
 
 
 def _summarize(t: Session, directory: RunDirectory, proof: Proof, console: Console) -> None:

@@ -72,3 +72,10 @@ def test_launch_overhead_does_not_change_measured_times(monkeypatch):
     assert found["sparse"] == pytest.approx(70e-6, rel=0.02)
     assert found["dense"] == pytest.approx(100e-6, rel=0.02)
     assert clocks.modes == ["thread_local"] * 2, "threads that pin memory would break a capture"
+
+
+def test_a_single_call_is_timed_without_its_launch(monkeypatch):
+    clocks = Clocks(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: clocks.launch(5.0, cycles / 1755))
+    seconds = timing.once(lambda: clocks.launch(200.0, 30.0), torch.device("cuda"))
+    assert seconds == pytest.approx(30e-6)

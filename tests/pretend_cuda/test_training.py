@@ -106,7 +106,7 @@ def compare(tiny, words):
     words = (*words, "batch.micro=2")
     expected = three_steps(tiny, (*words, "parallel.device=cpu"))
     with pretend_cuda():
-        found = three_steps(tiny, (*words, "parallel.device=cuda", "compile=none"), watched=True)
+        found = three_steps(tiny, (*words, "parallel.device=cuda"), watched=True)
         assert RECORD.mixups == []
     assert_equal_bits(expected, found)
 

@@ -6,11 +6,13 @@ import pytest
 import torch
 from tiny_runs import metrics
 
-from sparsepretrain import cli
+from sparsepretrain import cli, kernels
 from sparsepretrain.config import freeze
+from sparsepretrain.kernels.cusparselt import packed24 as library
 from sparsepretrain.sparsity import backend as backends
-from sparsepretrain.sparsity import coverage
+from sparsepretrain.sparsity import coverage, sparse24
 from sparsepretrain.sparsity.products import DENSE
+from sparsepretrain.training import loop
 
 
 @pytest.fixture
@@ -66,6 +68,22 @@ def test_sparse_matmuls_train_like_emulated_ones(method, tiny, supported):
     other = tiny.load(*given, "backend=semi_structured")
     assert freeze.identity(tiny.load(*given)) == freeze.identity(other)
     assert cli.main(["eval", str(outcome.directory)]) == 0
+
+
+def test_algorithms_are_searched_before_training_only(tiny, supported, monkeypatch):
+    searched, multiply = [], kernels.matmul_24
+
+    def noted(*given, **flags):
+        searched.append(library._searches.get())
+        return multiply(*given, **flags)
+
+    monkeypatch.setattr(sparse24, "matmul_24", noted)
+    words = ("precision=bf16", "model.n_embd=64", "backend=semi_structured")
+    session = tiny.build(*words)
+    assert searched and all(searched)
+    searched.clear()
+    loop.train_step(session)
+    assert searched and not any(searched)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="such a machine may have them")

@@ -11,8 +11,11 @@ from torch._dynamo.utils import counters
 from sparsepretrain import config
 from sparsepretrain.config import freeze
 from sparsepretrain.tasks import build_task
-from sparsepretrain.training import compilation, loop, validation
+from sparsepretrain.tracking.console import Console
+from sparsepretrain.training import assembly, compilation, loop, validation
 from sparsepretrain.training.assembly import META, build_model
+from sparsepretrain.training.tracing import step_cost
+from sparsepretrain.training.trainer import train
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -36,21 +39,83 @@ def counter(monkeypatch):
         *((words, CUDA, "blocks", True) for words in ("", "parallel=ddp", "parallel=fsdp")),
         ("probe=descent", CUDA, "none", False),
         *((f"compile={word}", CUDA, "none", False) for word in ("false", "off", "none")),
+        ("compile=blocks", CUDA, "blocks", True),
         ("compile=blocks", CPU, "blocks", False),
         ("compile=true", CPU, "model", False),
     ],
 )
 def test_every_value_decides_on_blocks_and_loss(words, device, mode, loss):
     run = config.load(words.split())
-    assert compilation.mode_of(run, device) == mode
-    assert compilation.compiles_loss(run, device) is loss
+    assert compilation.scope_of(run, device, 1e6) == (mode, loss)
+
+
+def decided(words, ranks=1):
+    """What ``auto`` comes to on a GPU, and the estimated seconds of training."""
+    run = config.load(words.split())
+    task = build_task(run)
+    seconds = step_cost(run, task, build_model(task, META)).eager_seconds(run, ranks)
+    scope = compilation.scope_of(run, CUDA, seconds)
+    assert scope.loss is (scope.mode == "blocks")
+    return scope.mode, seconds
+
+
+@pytest.mark.parametrize(
+    ("words", "mode"),
+    [
+        ("", "none"),
+        ("precision=bf16", "none"),
+        ("steps=100000", "blocks"),
+        ("model=gpt2_124m", "blocks"),
+        ("model=gpt2_124m steps=1", "none"),
+        ("model=llama_1b", "blocks"),
+        ("model=llama_1b steps=1", "none"),
+    ],
+)
+def test_auto_compiles_only_runs_that_take_minutes_on_a_gpu(words, mode):
+    assert decided(words)[0] == mode
+
+
+def test_estimated_time_follows_micro_batches_steps_and_ranks():
+    nano, steps = decided("steps=700")[1], decided("steps=1400")[1]
+    assert 1 < nano < 10 and steps == pytest.approx(2 * nano)
+    # a launch-bound model waits for the host in every micro-batch
+    assert decided("steps=700 batch.micro=4")[1] == pytest.approx(4 * nano)
+    # a large model does not
+    large = [decided(f"model=gpt2_774m steps=10 batch.micro={micro}")[1] for micro in (4, 8)]
+    assert large[0] == large[1]
+    words = "model=gpt2_124m steps=10 parallel=ddp"
+    assert decided(words, 8)[1] == pytest.approx(decided(words)[1] / 8)
+
+
+def test_a_session_traces_once_and_a_resumed_one_decides_the_same(tiny, monkeypatch):
+    decisions, traces = [], []
+
+    def scope(run, device, seconds):
+        decisions.append(seconds)
+        return compilation.Scope("none", False)
+
+    def trace(*given):
+        traces.append(step_cost(*given))
+        return traces[-1]
+
+    monkeypatch.setattr(compilation, "scope_of", scope)
+    monkeypatch.setattr(assembly, "step_cost", trace)
+    run = tiny.load("steps=4")
+    assert train(run, Console.silent(), stop_after=1) == 0
+    assert decisions == [0.0] and not traces, "a CPU compiles nothing"
+    decisions.clear()
+    monkeypatch.setattr(assembly, "gpu_cost", lambda run, task, model, _: trace(run, task, model))
+    for steps in (2, 4):
+        assert train(run, Console.silent(), stop_after=steps) == 0
+    assert len(traces) == 2 and decisions[0] == decisions[1] > 0
 
 
 @pytest.mark.parametrize("model", ["gpt2_nano", "bert_nano"])
 def test_training_with_a_compiled_loss_gives_the_same_losses(tiny, monkeypatch, model):
     losses = []
     for compiles in (False, True):
-        monkeypatch.setattr(compilation, "compiles_loss", lambda *_, c=compiles: c)
+        scope = compilation.Scope("none", compiles)
+        monkeypatch.setattr(compilation, "scope_of", lambda *_, scope=scope: scope)
         session = tiny.build("sparsity=sste", f"model={model}", "batch.micro=2")
         losses.append([loop.train_step(session).loss for _ in range(3)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)

@@ -3,6 +3,7 @@
 import gc
 import io
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.loop import train_step
 from sparsepretrain.training.plan import bytes_per_entry, dry_run
 from sparsepretrain.training.validation import evaluate
+from sparsepretrain.training.world import World
 
 
 def show(*overrides):
@@ -21,6 +23,14 @@ def show(*overrides):
     out = io.StringIO()
     dry_run(run, Console(out))
     return out.getvalue()
+
+
+def on_gpu(monkeypatch, gib=80):
+    """Dry runs are those of a machine with an H100."""
+    properties = SimpleNamespace(total_memory=gib * 2**30)
+    monkeypatch.setattr(World, "single", lambda device: World(torch.device("cuda", 0)))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +62,71 @@ def test_the_half_baseline_has_fewer_parameters():
     assert all(words in half for words in ("590,976 (0.6M)", "256 × 128", "in 8 layers, dense;"))
     # the 124M model without half of its 24 FFN matrices
     assert f"{124_373_760 - 12 * 768 * 3072:,} (" in show("model=gpt2_124m", "experiment=half")
+
+
+@pytest.mark.parametrize(
+    ("words", "row"),
+    [
+        ((), r"auto: none \(about 0:03 of training; blocks from 3:00 on\)"),
+        (("model=gpt2_124m",), r"auto: blocks \(about \d+d [\d:]+ of training; blocks"),
+        (("probe=descent", "steps=10000000"), r"auto: none \(probes need blocks that are not"),
+        (("compile=blocks",), None),
+    ],
+)
+def test_automatic_compilation_on_a_gpu(words, row, monkeypatch):
+    assert "auto:" not in show(*words)
+    on_gpu(monkeypatch)
+    text = show(*words)
+    assert re.search(f"compile +│ {row}", text) if row else "auto:" not in text
+
+
+BF16 = ("model=gpt2_124m", "precision=bf16")
+
+
+@pytest.mark.parametrize(
+    ("words", "gib", "row"),
+    [
+        (BF16, 80, r"8 → 64 fits: weights are cast and gradients summed 8 times less often"),
+        (BF16, 40, r"8 → 32 fits: weights are cast and gradients summed 4 times less often"),
+        ((*BF16, "parallel=ddp", "parallel.nproc=32"), 80, r"8 → 16 fits"),
+        (
+            (*BF16, "parallel=ddp", "parallel.nproc=6", "batch.size=72", "batch.micro=4"),
+            80,
+            "4 → 12",
+        ),
+        ((*BF16, "parallel=fsdp", "parallel.nproc=8"), 80, r"8 → 64 fits"),
+        ((*BF16, "batch.size=24", "batch.micro=6"), 12, r"6 → 8 fits.* 1.33 times less"),
+        ((*BF16, "activation_checkpointing=true"), 40, r"8 → 64 fits"),
+        (("batch.micro=2",), 80, r"2 → 16 fits: gradients are summed 8 times less often"),
+        ((*BF16, "precision=fp8_sim", "precision.dtype=bf16"), 80, r".*; fp8 scales change"),
+        (("model=resnet_nano", "batch.micro=8"), 80, r"8 → 64 .*; batches of BatchNorm change"),
+    ],
+)
+def test_a_larger_micro_batch_is_proposed_if_it_fits(words, gib, row, monkeypatch):
+    on_gpu(monkeypatch, gib)
+    text = " ".join(show(*words).replace("│", " ").split())
+    assert re.search(f"batch.micro {row}", text)
+    used, of = map(float, re.search(r"estimate ([\d.]+) [GM]iB of ([\d.]+) GiB", text).groups())
+    assert of == gib and ("MiB of" in text or used <= 0.8 * gib)
+
+
+@pytest.mark.parametrize(
+    ("words", "gib"),
+    [
+        (BF16, 10),  # nothing larger fits
+        ((*BF16, "batch.micro=512"), 80),  # already too large
+        (("batch.micro=16",), 80),  # one micro-batch per step
+        ((*BF16, "batch.size=64", "parallel=ddp", "parallel.nproc=8"), 80),
+        ((*BF16, "batch.size=26", "batch.micro=13"), 20),  # 26 does not fit, nothing between
+    ],
+)
+def test_no_micro_batch_is_proposed_that_does_not_fit_or_divide(words, gib, monkeypatch):
+    on_gpu(monkeypatch, gib)
+    assert "→" not in show(*words)
+
+
+def test_no_micro_batch_is_proposed_on_a_cpu():
+    assert "→" not in show(*BF16)
 
 
 def test_simulated_fp8():

@@ -11,8 +11,11 @@ import torch
 
 from sparsepretrain import cli, errors
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
-from sparsepretrain.training import hardware, world
+from sparsepretrain.training import hardware, plan, world
 from sparsepretrain.training.hardware import environment, peak_flops
+from sparsepretrain.training.plan import peak_items
+from sparsepretrain.training.tracing import StepCost
+from sparsepretrain.training.world import World
 
 NAMES = {
     "NVIDIA B200": 2250.0, "NVIDIA H200": 989.4, "NVIDIA H200 NVL": 835.5,
@@ -39,6 +42,17 @@ def test_peak_flops_by_device_name(monkeypatch, name):
     for precision in ("fp32", "fp8_sim"):
         assert peak_flops(torch.device("cuda"), precision) is None
     assert peak_flops(torch.device("cpu"), "bf16") is None
+
+
+def test_peak_rate_is_that_of_all_ranks(tiny, monkeypatch):
+    """Throughput counts the items of the global batch."""
+    session = tiny.build("precision=bf16")
+    assert peak_items(session) is None
+    monkeypatch.setattr(plan, "peak_flops", lambda device, precision: 2e12)
+    session.cost = StepCost(flops=1e6, saved=0, largest=0, items=64, blocks=1)
+    assert peak_items(session) == 64 * 2e6
+    session.world = World(session.device, size=4)
+    assert peak_items(session) == 4 * 64 * 2e6
 
 
 def test_environment_is_json():

@@ -2,22 +2,29 @@
 
 Some algorithms of some versions give wrong numbers, or other ones every time (pytorch#155333), and
 the default one is rarely the fastest. So a product is run by the fastest of those that come close
-to the product in fp64 and give the same bits twenty times. They are looked for at the first product
-of a size, never while a CUDA graph is captured.
+to the product in fp64 and give the same bits twenty times. A search takes tenths of a second: the
+result is kept in the user's cache directory, and sizes that first appear in training take the
+algorithm of a similar size (:func:`fastest`). Nothing is searched while a CUDA graph is captured.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import itertools
-from collections.abc import Iterable
+import math
+import os
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from sparsepretrain.kernels.cusparselt.choices import Key, drop_choice, load_choice, save_choice
 from sparsepretrain.kernels.hardware import FP8_SLACK, broken, no_cuda, packed_columns
-from sparsepretrain.kernels.timing import medians
+from sparsepretrain.kernels.timing import medians, once
 
 REPEATS = 20
 """Runs of an algorithm that must give the same bits."""
@@ -26,6 +33,11 @@ CHECKED = 2048
 take 1.4 GB for each fp64 tensor."""
 NUMBERS = 64
 """Algorithms to try where the library's search, which counts them, refuses."""
+MEASURED = 3
+"""Algorithms whose time is measured: the fastest by a single run among those that repeat their
+bits. A measurement takes a captured graph and seven rounds of 2 ms."""
+LIBRARY = "libcusparseLt.so.0"
+"""Name under which torch loads the library."""
 
 
 class Algorithm(NamedTuple):
@@ -50,10 +62,31 @@ class Problem(NamedTuple):
     bias: bool
 
 
+_decided: dict[Problem, Algorithm] = {}
+"""Algorithms that this process uses."""
+_searches = ContextVar("_searches", default=False)
+"""True within :func:`searching`."""
+
+
 def version() -> str:
-    """Version of the library that torch was built with, or "none"."""
+    """Version of the library that is loaded; "none" if torch has none.
+
+    A machine may load another one than torch was built with. If the loaded one cannot be asked, the
+    version is marked with "(built with)".
+    """
     number = torch.backends.cusparselt.version()  # 1000·major + 100·minor + patch
-    return "none" if number is None else f"{number // 1000}.{number // 100 % 10}.{number % 100}"
+    if number is None:
+        return "none"
+    try:
+        # RTLD_NOLOAD: fail rather than load the library a second time
+        library = ctypes.CDLL(LIBRARY, os.RTLD_NOLOAD | os.RTLD_NOW)
+        parts = [ctypes.c_int() for _ in range(3)]  # major, minor, patch
+        codes = [library.cusparseLtGetProperty(i, ctypes.byref(p)) for i, p in enumerate(parts)]
+    except (OSError, AttributeError):
+        codes = [1]
+    if any(codes):
+        return f"{number // 1000}.{number // 100 % 10}.{number % 100} (built with)"
+    return ".".join(str(part.value) for part in parts)
 
 
 @functools.cache
@@ -112,20 +145,87 @@ def matmul_24(
     return _multiply(problem, fastest(problem), packed, dense, bias)
 
 
-@functools.cache
+@contextlib.contextmanager
+def searching() -> Iterator[None]:
+    """Search for the fastest algorithm of every new size in this block, as trials before training.
+
+    Elsewhere a new size takes the algorithm of a similar one.
+    """
+    token = _searches.set(True)
+    try:
+        yield
+    finally:
+        _searches.reset(token)
+
+
 def fastest(problem: Problem) -> Algorithm:
     """Return the fastest algorithm among those that are right and repeat, on random numbers.
+
+    The first that applies and passes the check of :func:`trusted`:
+
+    1. the algorithm in the cache directory, for the same problem, device, library and torch;
+    2. outside :func:`searching`: the algorithm of the nearest problem of this process that differs
+       in m, n or k alone. Translation has new token counts in the middle of training, and tokens
+       are n where a weight is packed, m or k where a gradient is;
+    3. the result of a search, which goes to the cache directory.
 
     Raises:
         RuntimeError: there is none, or a CUDA graph is being captured.
         torch.AcceleratorError: an algorithm broke the device; nothing runs on it any more.
     """
+    if (decided := _decided.get(problem)) is not None:
+        return decided
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"{_name(problem)} is new: run it once before a CUDA graph is captured")
-    sample = _sample(problem)
+    sample, key = _sample(problem), _key(problem)
+    algorithm = _cached(problem, key, sample)
+    if algorithm is None and not _searches.get():
+        algorithm = _similar(problem, sample)
+    if algorithm is None:
+        algorithm = _search(problem, sample)
+        save_choice(key, list(algorithm))
+    _decided[problem] = algorithm
+    return algorithm
+
+
+def _cached(problem: Problem, key: Key, sample: _Sample) -> Algorithm | None:
+    """Return the algorithm in the cache directory; drop one that is not trusted any more."""
+    numbers = load_choice(key)
+    if numbers is None or len(numbers) != len(Algorithm._fields):
+        return None
+    algorithm, is_trusted = Algorithm(*numbers), False
+    try:
+        is_trusted = trusted(problem, algorithm, sample)
+    finally:  # also if it breaks the device: the next process must not run it again
+        if not is_trusted:
+            drop_choice(key)
+    return algorithm if is_trusted else None
+
+
+def _similar(problem: Problem, sample: _Sample) -> Algorithm | None:
+    """Return the trusted algorithm of the nearest problem that differs in one size, or None."""
+
+    def distance(other: Problem) -> float:
+        sizes = zip(_sizes(problem), _sizes(other), strict=True)
+        ratios = [abs(math.log(a / b)) for a, b in sizes if a != b]
+        same_kind = other._replace(m=0, n=0, k=0) == problem._replace(m=0, n=0, k=0)
+        return ratios[0] if same_kind and len(ratios) == 1 else math.inf
+
+    nearest = min(list(_decided), key=distance, default=problem)
+    if math.isinf(distance(nearest)):
+        return None
+    algorithm = _decided[nearest]
+    return algorithm if trusted(problem, algorithm, sample) else None
+
+
+def _search(problem: Problem, sample: _Sample) -> Algorithm:
+    """Try every algorithm once; check and measure the most promising ones."""
     tried = list(_candidates(problem, *sample.operands))
-    right = [each for each in tried if trusted(problem, each, sample)]
-    if not right:
+    single = {each: _single_run(problem, each, sample) for each in tried}
+    ranked = sorted((each for each in tried if single[each] < math.inf), key=single.__getitem__)
+    right = (each for each in ranked if trusted(problem, each, sample))
+    best = list(itertools.islice(right, MEASURED))
+    if not best:
         raise RuntimeError(
             f"{_name(problem)}: none of {len(tried)} algorithms of cuSPARSELt {version()} is right "
             f"and gives the same bits {REPEATS} times"
@@ -135,7 +235,18 @@ def fastest(problem: Problem) -> Algorithm:
         run = functools.partial(_multiply, problem, algorithm, *sample.operands)
         return medians({"": run}, problem.device)[""]
 
-    return min(right, key=seconds)
+    return min(best, key=seconds)
+
+
+def _single_run(problem: Problem, algorithm: Algorithm, sample: _Sample) -> float:
+    """Return the seconds of a run after the first one; infinite if wrong or refused."""
+    run = functools.partial(_multiply, problem, algorithm, *sample.operands)
+    try:
+        return once(run, problem.device) if _is_right(run(), problem, sample) else math.inf
+    except RuntimeError as error:  # refused for this size
+        if broken(error, problem.device):
+            raise
+        return math.inf
 
 
 class _Sample(NamedTuple):
@@ -176,14 +287,17 @@ def trusted(problem: Problem, algorithm: Algorithm, sample: _Sample) -> bool:
     run = functools.partial(_multiply, problem, algorithm, *sample.operands)
     try:
         first = run()
-        columns = (first.t() if problem.transpose_result else first)[:, :: sample.step]
-        if not bool(((columns - sample.expected).abs() <= sample.slack).all()):
-            return False
-        return all(torch.equal(run(), first) for _ in range(REPEATS - 1))
+        right = _is_right(first, problem, sample)
+        return right and all(torch.equal(run(), first) for _ in range(REPEATS - 1))
     except RuntimeError as error:  # refused for this size
         if broken(error, problem.device):
             raise
         return False
+
+
+def _is_right(product: Tensor, problem: Problem, sample: _Sample) -> bool:
+    columns = (product.t() if problem.transpose_result else product)[:, :: sample.step]
+    return bool(((columns - sample.expected).abs() <= sample.slack).all())
 
 
 def _candidates(
@@ -223,3 +337,21 @@ def _multiply(
 def _name(problem: Problem) -> str:
     dtype = str(problem.dtype).removeprefix("torch.")
     return f"a packed {problem.m} × {problem.k} × {problem.n} product in {dtype}"
+
+
+def _sizes(problem: Problem) -> tuple[int, int, int]:
+    return problem.m, problem.n, problem.k
+
+
+def _key(problem: Problem) -> Key:
+    """Return all that the choice of an algorithm depends on."""
+    device, dtype, out_dtype, *_ = problem
+    major, minor = torch.cuda.get_device_capability(device)
+    return problem._asdict() | {
+        "device": torch.cuda.get_device_name(device),
+        "dtype": str(dtype),
+        "out_dtype": str(out_dtype),
+        "capability": f"{major}.{minor}",
+        "cusparselt": version(),
+        "torch": torch.__version__,
+    }
