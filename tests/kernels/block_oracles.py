@@ -151,7 +151,10 @@ def mvue(row, uniforms, estimator, tiny):
     floor = tiny * 2.0**30 * max(largest, tiny)
     if sum(abs(v) >= floor for v in row) <= 2:
         return [v if abs(v) >= floor else 0.0 for v in row], True
-    a = [abs(v) / largest for v in row]
+    # Scaled so that no ratio above 10⁻⁵⁹⁵ underflows: an entry that became zero would lose its
+    # interval, and a draw at its end, which decides nothing, would look clear.
+    exponent = 900 - math.frexp(largest)[1]
+    a = [math.ldexp(abs(v), exponent) for v in row]
     pick = _pick_approximate if estimator == "approximate" else _pick_exact
     chosen, p, margin = pick(a, uniforms)
     possible = {i for i in chosen if p[i] > 0}  # the quotient of a subnormal may round to 0
