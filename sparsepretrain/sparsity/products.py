@@ -66,7 +66,7 @@ class Matmul(NamedTuple):
 
     name: Literal["fprop", "dgrad", "wgrad"]
     geometry: Geometry
-    shape: tuple[int, ...]  # of the result; a linear layer's fprop ends with -1 for out_features
+    shape: tuple[int, ...]  # of the result; fprop of a convolution does not read it
     dtype: torch.dtype  # of an fp8 product's result
 
     def dense(self, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
