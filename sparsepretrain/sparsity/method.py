@@ -194,7 +194,7 @@ class Method:
         return grad
 
     def wgrad_gradient(self, grad: Tensor, key: AnyKey, order: str | None = None) -> Tensor:
-        """Return U(G), the output gradient of wgrad; (tokens, out_features), in fp32 or as given.
+        """Return U(G), the output gradient of wgrad; (tokens, out_features), in the dtype of G.
 
         Called if U is not G. By default :data:`MVUE` with the option ``estimator``. ``order`` is
         the memory order that the matmul reads; overrides may leave this parameter out.

@@ -48,8 +48,8 @@ class Sparse24(Dense):
     kind: ClassVar[Kind] = "sparse24"
     limits: ClassVar[Limits] = LIMITS[torch.bfloat16]
 
-    def packs_estimate(self, grad: Tensor) -> bool:
-        return can_pack(self.packs, "U", grad)
+    def reads_tokens_last(self, grad: Tensor) -> bool:
+        return can_pack(self.packs, "U", grad) or super().reads_tokens_last(grad)
 
     def arrange(self, encoded: Prepared, operand: str) -> Prepared:
         if not can_pack(self.packs, operand, encoded.data):

@@ -11,6 +11,7 @@ import itertools
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsepretrain import kernels
 from sparsepretrain.sparsity.fp8 import fp8_products
@@ -103,3 +104,40 @@ def three_products(products, operands, sizes, dtype, dim, has_bias, tokens):
     check(dgrad(Matmul("dgrad", how, x.shape, dtype), dgrad.prepare(grad, "P"), b), x.shape)
     u, kept = wgrad.prepare(Estimate(grad, estimate), "U"), wgrad.prepare(x, "Xw")
     check(wgrad(Matmul("wgrad", how, stored, torch.float32), u, kept), torch.Size(stored))
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that return a tensor of ``size`` entries in memory of its own."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.names = size, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        first = result[0] if isinstance(result, tuple) else result
+        if isinstance(first, torch.Tensor) and first.numel() == self.size and not func.is_view:
+            self.names.append(func._schema.name.split("::")[1])
+        return result
+
+
+@pytest.mark.parametrize("dim", [1, 0])
+@pytest.mark.parametrize("packs", ["", "U"])
+def test_fp8_wgrad_samples_quantizes_and_multiplies_g_without_copies(packs, dim, hopper):
+    """The sample is drawn from G in bf16 and lies along the tokens, as both matmuls read it."""
+    base = fp8_products("e4m3", False)
+    wgrad = (packing(base, packs) if packs else base).wgrad
+    out, inputs = 3072, 768
+    with FakeTensorMode(), torch.no_grad():
+        grad = draw(2, 1024, out, dtype=torch.bfloat16)
+        kept = wgrad.prepare(draw(2, 1024, inputs, dtype=torch.bfloat16), "Xw")
+
+        def sample(x, order):
+            rows = x.view(-1, out)
+            return kernels.mvue(rows, dim=0, key=3, order=order).view(x.shape)
+
+        stored = (out, inputs) if dim else (inputs, out)
+        with Operators(grad.numel()) as found:
+            prepared = wgrad.prepare(Estimate(grad, sample), "U")
+            wgrad(Matmul("wgrad", Linear(dim), stored, torch.float32), prepared, kept)
+    assert found.names == ["mvue", "quantize_fp8"]
