@@ -110,6 +110,9 @@ class MatmulFlops(NamedTuple):
         lines = [("FLOPs per step", f"sparse layers: {', '.join(cells)}"), ("speed-up", text)]
         if self.padded:
             lines.append(("zero padding", "\n".join(padding_lines(self.padded))))
+        if self.sparse and self.reasons:
+            dense = [f"{n} of these matmuls: {why}" for why, n in Counter(self.reasons).items()]
+            lines.append(("dense", "\n".join(dense)))
         return lines
 
 

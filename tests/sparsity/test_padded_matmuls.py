@@ -14,6 +14,9 @@ import sparsepretrain as sp
 from sparsepretrain import kernels
 from sparsepretrain.sparsity import backend as backends
 from sparsepretrain.sparsity import sparse24
+from sparsepretrain.sparsity.fp8 import fp8_products
+from sparsepretrain.sparsity.products import DENSE, Estimate
+from sparsepretrain.sparsity.sparse24 import packing
 
 pytestmark = pytest.mark.usefixtures("semi_structured_device")
 SIZES = [(128, 20), (36, 256), (68, 36), (20, 20), (1376, 68), (64, 2740), (36, 64)]
@@ -56,6 +59,37 @@ def test_padded_matmuls_equal_emulated_ones(method, kind, bias, dtype, sizes, mo
     assert packed(own.products.now(dtype, True)) == PACKED[method]
     (layer,) = handle.coverage().layers
     assert set(layer.emulated.values()) == {""} and layer.padded
+
+
+@pytest.mark.parametrize("sizes", [(256, 64), (80, 144), (1376, 48), (16, 2736)])
+@pytest.mark.parametrize("tokens", [1, 30, 600])
+@pytest.mark.parametrize("dim", [1, 0])
+@pytest.mark.parametrize("operand", ["A", "B", "P", "U"])
+@pytest.mark.parametrize("dtype", [torch.float16, BRAIN, torch.float8_e4m3fn])
+def test_padded_matmuls_equal_those_in_fp64(dtype, operand, dim, tokens, sizes):
+    fp8 = dtype.itemsize == 1
+    base, dtype = (fp8_products("e4m3", False), BRAIN) if fp8 else (DENSE, dtype)
+    case = backends.Case(operand, *sizes, tokens, dtype, dim, bias=True)
+    left, right, matmul, bias = backends.random_matmul(case, torch.device("cpu"))
+    names = {"fprop": ("Xf", "A"), "dgrad": ("P", "B"), "wgrad": ("U", "Xw")}[matmul.name]
+    product = getattr(packing(base, operand), matmul.name)
+    pair = product.prepare(left, names[0]), product.prepare(right, names[1])
+    assert [each.kind.startswith("sparse24") for each in pair] == [
+        name == operand for name in names
+    ]
+    got = product(matmul, *pair, bias)
+
+    def exact(x, name):
+        x = x.grad if isinstance(x, Estimate) else x
+        encoded = product.encode(x, name, dtype)
+        return kernels.dequantize_fp8(*encoded[1:]).double() if fp8 else encoded.data.double()
+
+    left, right = exact(left, names[0]), exact(right, names[1])
+    expected = matmul.dense(left, right, None if bias is None else bias.double())
+    spread = matmul.dense(left.abs(), right.abs(), None if bias is None else bias.abs().double())
+    slack = torch.finfo(got.dtype).eps * expected.abs() + 2.0**-16 * spread
+    assert got.shape == expected.shape and got.is_contiguous()
+    assert bool(((got - expected).abs() <= slack).all())
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (15,), (3, 5), (2, 10), (2, 2, 12), (1, 516)])
@@ -159,4 +193,4 @@ def test_fitting_operands_are_not_copied():
 
 @pytest.mark.parametrize(("out", "inputs"), [(5504, 2048), (1408, 512), (256, 64)])
 def test_fitting_widths_have_no_padding(out, inputs):
-    assert all(not sparse24.padding(backends.DENSE, name, out, inputs) for name in "ABPU")
+    assert all(not sparse24.padding(DENSE, name, out, inputs) for name in "ABPU")

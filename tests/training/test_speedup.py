@@ -105,6 +105,21 @@ def test_padding_that_costs_more_than_2_4_saves_is_not_counted(overrides, reason
     assert lines[1] == f"none: {reason}" and "2:4" not in lines[0]
 
 
+def test_dense_matmuls_beside_sparse_ones_have_their_reason():
+    words = ["sparsity=ste", "batch.size=16", "batch.micro=8", "model.n_embd=20", "model.n_head=2"]
+    words += [
+        "tracker.mode=disabled",
+        "parallel.device=cpu",
+        "precision=bf16",
+        "model.n_inner=2048",
+    ]
+    out = io.StringIO()
+    dry_run(config.load(words), Console(out))
+    # 20 rows are padded to 64, 20 columns to 32
+    assert "4 of these matmuls: padding 20 × 2048 to 64 × 2048 costs more than" in out.getvalue()
+    assert "fprop of 4 layers: 2048 × 20 to 2048 × 32 (+60.0% work)" in out.getvalue()
+
+
 @pytest.mark.parametrize(
     ("words", "sparse_lines", "matmuls"),
     [
