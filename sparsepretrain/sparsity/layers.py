@@ -63,8 +63,7 @@ class SparseProducts(torch.autograd.Function):
         left = fprop.prepare(xf, "Xf")
         same = xw is xf and wgrad.format("Xw") == fprop.format("Xf")
         kept = left if same else wgrad.prepare(xw, "Xw")
-        out_features = target.shape[1 - geometry.dim] if isinstance(geometry, Linear) else -1
-        shape = *x.shape[:-1], out_features
+        shape = *x.shape[:-1], geometry.out_features(target)
         y = fprop(Matmul("fprop", geometry, shape, x.dtype), left, operands.A, bias)
         b = operands.A if operands.B is None else operands.B
         ctx.kinds = b.kind, kept.kind

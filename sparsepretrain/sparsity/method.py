@@ -212,22 +212,16 @@ class Method:
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
         """Apply J: change the accumulated, unscaled, clipped gradient in place before the step.
 
-        Called in phases whose row has a J other than dW.
+        Called in phases whose row has a J other than dW. ``mask`` is bool or packed by rows:
+        :func:`kernels.apply_mask` and :func:`kernels.masked_decay_` read both.
 
-        Args:
-            grad: gradient of the weight, same shape.
-            weight: the stored master weight.
-            mask: kept positions, bool of the shape of the weight or packed by rows, as
-                :func:`~sparsepretrain.kernels.apply_mask` and
-                :func:`~sparsepretrain.kernels.masked_decay_` take it.
-            scale: loss scale still contained in ``grad`` (a 0-d tensor for fused optimizers).
+        ``scale``: loss scale still contained in ``grad`` (a 0-d tensor for fused optimizers).
         """
 
     def adjust_weight_(self, weight: Tensor, mask: Tensor, lr: float) -> None:
         """Change the weight in place after the optimizer's update; few methods need this.
 
-        Called in phases whose J is dW, with the mask from before the update: bool or packed, as
-        that of :meth:`adjust_gradient_`.
+        Called in phases whose J is dW, with the mask from before the update, bool or packed.
         """
 
     def build_optimizer(self, groups: list[dict[str, Any]], options: Any) -> Optimizer | None:
