@@ -50,4 +50,6 @@ def here() -> str:
         emulated = "Training emulates them: the same results, no gain."
         return f"No matmul runs sparse here: {why}. {emulated} {fp8}"
     both = "" if missing or unsupported(device, fp8=True) else ", and in fp8 (e4m3×e4m3)"
-    return f"Sparse matmuls run here, in fp16 and bf16{both}, with cuSPARSELt {version()}. {fp8}"
+    padding = "Widths are padded with zeros to multiples of 64 × 32, in fp8 of 64 × 128."
+    library = f"with cuSPARSELt {version()}"
+    return f"Sparse matmuls run here, in fp16 and bf16{both}, {library}. {padding} {fp8}"

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain.errors import CheckpointError, ConfigError, one_line
 from sparsepretrain.files import read_json
+from sparsepretrain.kernels.cusparselt.packed24 import REPEATS, version
+from sparsepretrain.kernels.hardware import broken
 from sparsepretrain.kernels.packed24 import TYPES
 from sparsepretrain.models.gpt2 import linear_from
 
@@ -18,6 +21,8 @@ ABOUT = "sparsity.json"
 ROWS, COLUMNS = 64, 64
 """out_features and in_features must be multiples of these in fp16 and bf16: cuSPARSELt limits rows,
 CUTLASS columns."""
+CHECKED = 128
+"""Tokens of the matmul that is compared with the dense one."""
 
 
 def load_semi_structured(
@@ -33,7 +38,7 @@ def load_semi_structured(
         dtype: fp16 or bf16.
 
     Raises:
-        ConfigError: unsupported device, pattern, dtype or size of a layer.
+        ConfigError: unsupported device, pattern, dtype or size of a layer, or a wrong matmul.
         CheckpointError: ``directory`` is not an export of a transformers model.
     """
     import transformers
@@ -74,16 +79,63 @@ def misfit(model: nn.Module, layers: list[str]) -> str:
     return ""
 
 
+@torch.no_grad()
 def compress(model: nn.Module, layers: list[str]) -> None:
-    """Replace the weights of ``layers`` by semi-structured tensors, in place."""
+    """Replace the weights of ``layers`` by semi-structured tensors, in place.
+
+    One matmul of each size is compared with the dense one, because torch multiplies with the
+    library's default algorithm, which is wrong in some versions (pytorch#155333).
+
+    Raises:
+        ConfigError: a matmul is wrong.
+    """
     from torch.sparse import to_sparse_semi_structured
 
+    checked = set()
     for name in layers:
         parent, _, child = name.rpartition(".")
         linear = _as_linear(model.get_submodule(name))
-        packed = to_sparse_semi_structured(linear.weight.detach())
+        weight, bias = linear.weight.detach(), linear.bias
+        packed = to_sparse_semi_structured(weight)
+        case = weight.shape, weight.dtype, bias is None
+        if case not in checked and (why := wrong(packed, weight, bias)):
+            rows, columns = weight.shape
+            dtype = str(weight.dtype).removeprefix("torch.")
+            libraries = f"torch {torch.__version__} and cuSPARSELt {version()}"
+            raise ConfigError(
+                f"semi-structured tensors: {name} ({rows} × {columns} in {dtype}): {why} with "
+                f"{libraries}: load the export with transformers"
+            )
+        checked.add(case)
         linear.weight = nn.Parameter(packed, requires_grad=False)
         setattr(model.get_submodule(parent), child, linear)
+
+
+def wrong(packed: Tensor, weight: Tensor, bias: Tensor | None) -> str:
+    """Return why a matmul with ``packed`` is not the one with the dense ``weight``, or "".
+
+    Args:
+        packed: semi-structured tensor of ``weight``.
+        weight: (out_features, in_features), fp16 or bf16.
+        bias: (out_features,), or None.
+    """
+    random = torch.Generator(weight.device).manual_seed(0)
+    size = CHECKED, weight.shape[1]
+    x = torch.randn(size, generator=random, device=weight.device).to(weight.dtype)
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    # one rounding of the result, and what sums in fp32 may lose in any order
+    slack = torch.finfo(weight.dtype).eps * expected.abs()
+    slack += 2.0**-16 * F.linear(x.double().abs(), weight.double().abs())
+    try:
+        first = F.linear(x, packed, bias)
+        if not bool(((first - expected).abs() <= slack).all()):
+            return "the matmul is wrong"
+        same = all(torch.equal(F.linear(x, packed, bias), first) for _ in range(REPEATS - 1))
+    except RuntimeError as error:
+        if broken(error, weight.device):
+            raise
+        return one_line(error)
+    return "" if same else "the matmul gives other bits when it is repeated"
 
 
 def _as_linear(layer: Any) -> nn.Linear:

@@ -17,7 +17,7 @@ from sparsepretrain.errors import ConfigError, Problems, one_line
 from sparsepretrain.kernels import no_fp8_products
 from sparsepretrain.kernels.cusparselt.packed24 import searching, unsupported
 from sparsepretrain.kernels.fp8 import FP8_MULTIPLE
-from sparsepretrain.kernels.hardware import Limits, broken
+from sparsepretrain.kernels.hardware import broken
 from sparsepretrain.kernels.timing import medians
 from sparsepretrain.sparsity.fp8 import fp8_products
 from sparsepretrain.sparsity.geometry import Linear
@@ -30,7 +30,13 @@ from sparsepretrain.sparsity.products import (
     Prepared,
     Products,
 )
-from sparsepretrain.sparsity.sparse24 import PACKED, cannot_pack, limits_of, packing, straddles
+from sparsepretrain.sparsity.sparse24 import (
+    PACKED,
+    cannot_pack,
+    packing,
+    padding,
+    straddles,
+)
 
 if TYPE_CHECKING:
     from sparsepretrain.sparsity.method import Method
@@ -103,13 +109,20 @@ class LayerSize(NamedTuple):
     dim: int  # axis of in_features
     device: torch.device  # the meta device: not known where the layer will train
 
-    def misfit(self, out_multiple: int, in_multiple: int) -> str:
-        """Return the reason for which the features are not multiples of these numbers, or ""."""
-        if len(self.shape) != 2:
-            return "a convolution"
-        out, inputs = self.shape[1 - self.dim], self.shape[self.dim]
-        sizes = ("out", out, out_multiple), ("in", inputs, in_multiple)
-        odd = [f"{k}_features = {size}, no multiple of {of}" for k, size, of in sizes if size % of]
+    def features(self) -> tuple[int, int]:
+        """Return out_features and in_features."""
+        return self.shape[1 - self.dim], self.shape[self.dim]
+
+    def convolution(self) -> str:
+        """Return the reason for which a convolution has no sparse or fp8 matmul, or ""."""
+        return "" if len(self.shape) == 2 else "a convolution"
+
+    def misfit(self, multiple: int) -> str:
+        """Return the reason for which the features are not multiples of this number, or ""."""
+        if why := self.convolution():
+            return why
+        sizes = zip(("out", "in"), self.features(), strict=True)
+        odd = [f"{k}_features = {n}, no multiple of {multiple}" for k, n in sizes if n % multiple]
         return ", ".join(odd)
 
 
@@ -123,7 +136,7 @@ def unpacked_products(precision: FP8Precision | None, size: LayerSize) -> tuple[
     why = ""
     if precision.name == "fp8":
         why = "" if size.device.type == "meta" else no_fp8_products(size.device)
-        why = why or size.misfit(FP8_MULTIPLE, FP8_MULTIPLE)
+        why = why or size.misfit(FP8_MULTIPLE)
     return fp8_products(precision.recipe, precision.name == "fp8_sim" or bool(why)), why
 
 
@@ -186,8 +199,7 @@ class Backend:
                 why = "{}:{}, not 2:4".format(*operand.pattern)
             elif not why:
                 product = getattr(base, MATMUL_OF[name])
-                why = cannot_pack(product) or missing
-                why = why or size.misfit(*multiples(name, limits_of(product)))
+                why = cannot_pack(product) or missing or size.convolution()
             found[name] = why
         return found
 
@@ -303,6 +315,11 @@ class LayerProducts:
     def _possible(self) -> str:
         return "".join(name for name, why in self.reasons.items() if not why)
 
+    def padding(self) -> dict[str, str]:
+        """Return operand -> the zero padding of its sparse matmul, where that has any."""
+        words = {name: padding(self.base, name, *self.size.features()) for name in self._possible}
+        return {name: text for name, text in words.items() if text}
+
     def now(self, dtype: torch.dtype, training: bool) -> Products:
         """Return the products of the present phase."""
         if not training:
@@ -360,18 +377,6 @@ def uses_fp8(base: Products) -> bool:
     return base.fprop.rounds and not cannot_pack(base.fprop)
 
 
-def multiples(operand: str, limits: Limits) -> tuple[int, int]:
-    """Return the multiples of out_features and in_features that packing ``operand`` requires.
-
-    A (out, in), B (in, out), P (tokens, out) and U (out, tokens) are packed; with P and U,
-    in_features are the columns of the dense operand.
-    """
-    rows, columns, dense, _ = limits
-    return {"A": (rows, columns), "B": (columns, rows), "P": (columns, dense), "U": (rows, dense)}[
-        operand
-    ]
-
-
 def random_matmul(
     case: Case, device: torch.device
 ) -> tuple[Tensor | Estimate, Tensor, Matmul, Tensor | None]:
@@ -396,7 +401,7 @@ def random_matmul(
     bias = draw(1, out)[0] if case.bias and name == "fprop" else None
     geometry = Linear(dim)
     if name == "fprop":
-        return x, weight, Matmul("fprop", geometry, (case.tokens, -1), case.dtype), bias
+        return x, weight, Matmul("fprop", geometry, grad.shape, case.dtype), bias
     if name == "dgrad":
         return grad, weight, Matmul("dgrad", geometry, x.shape, case.dtype), bias
     shape = (out, inputs) if dim else (inputs, out)

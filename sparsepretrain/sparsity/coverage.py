@@ -36,6 +36,8 @@ class CoveredLayer(NamedTuple):
     simulated: str  # reason why fp8 is simulated; "": it is not simulated
     emulated: dict[str, str]
     """Matmul with an N:M operand -> reason why it runs dense; "": it runs sparse."""
+    padded: dict[str, str]
+    """Matmul that runs sparse with zero padding -> its features."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,6 +105,8 @@ class Coverage:
             lines.append(self.chosen)
             dense = Counter(p for layer in self.layers for p in layer.emulated.items() if p[1])
             lines += [f"  emulated: {k} of {_layers(n)}: {why}" for (k, why), n in dense.items()]
+            padded = Counter(p for layer in self.layers for p in layer.padded.items())
+            lines += [f"  padded with zeros: {text}" for text in padding_lines(padded)]
         return "\n".join(lines)
 
 
@@ -111,6 +115,11 @@ def _in_columns(rows: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = [[c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows]
     return ["  ".join(cells).rstrip() for cells in aligned]
+
+
+def padding_lines(found: Counter[tuple[str, str]]) -> list[str]:
+    """Return a line for each (matmul, its features with zero padding), which are counted."""
+    return [f"{matmul} of {_layers(n)}: {features}" for (matmul, features), n in found.items()]
 
 
 def _layers(count: int) -> str:
@@ -131,7 +140,8 @@ def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
         untried = "" if chosen.packs or chosen.is_final else "not tried yet"
         why = {MATMUL_OF[name]: why or untried for name, why in chosen.reasons.items()}
         kind = layer.replaces.__name__
-        words |= {"simulated": chosen.simulated, "emulated": why}
+        padded = {MATMUL_OF[name]: features for name, features in chosen.padding().items()}
+        words |= {"simulated": chosen.simulated, "emulated": why, "padded": padded}
         rows.append(CoveredLayer(name, kind, *sizes, **words))
     census = count_weights(state.root)
     return Coverage(

@@ -15,6 +15,10 @@ class Linear(NamedTuple):
 
     dim: int  # axis of in_features in the stored weight: dW is laid out like the weight
 
+    def out_features(self, weight: Tensor) -> int:
+        """Return out_features of a stored weight."""
+        return weight.shape[1 - self.dim]
+
     def fprop(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return Y, shape (…, out_features)."""
         return F.linear(x, weight, bias)
@@ -53,6 +57,9 @@ class Convolution(NamedTuple):
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
+
+    def out_features(self, weight: Tensor) -> int:
+        return weight.shape[0]
 
     def fprop(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.conv2d(x, weight, bias, *self)

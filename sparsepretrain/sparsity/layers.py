@@ -63,7 +63,8 @@ class SparseProducts(torch.autograd.Function):
         left = fprop.prepare(xf, "Xf")
         same = xw is xf and wgrad.format("Xw") == fprop.format("Xf")
         kept = left if same else wgrad.prepare(xw, "Xw")
-        y = fprop(Matmul("fprop", geometry, (*x.shape[:-1], -1), x.dtype), left, operands.A, bias)
+        shape = *x.shape[:-1], geometry.out_features(target)
+        y = fprop(Matmul("fprop", geometry, shape, x.dtype), left, operands.A, bias)
         b = operands.A if operands.B is None else operands.B
         ctx.kinds = b.kind, kept.kind
         ctx.save_for_backward(b.data, b.scale, operands.wgrad_scale, kept.data, kept.scale)

@@ -194,7 +194,7 @@ class Method:
         return grad
 
     def wgrad_gradient(self, grad: Tensor, key: AnyKey, order: str | None = None) -> Tensor:
-        """Return U(G), the output gradient of wgrad; (tokens, out_features), in fp32 or as given.
+        """Return U(G), the output gradient of wgrad; (tokens, out_features), in the dtype of G.
 
         Called if U is not G. By default :data:`MVUE` with the option ``estimator``. ``order`` is
         the memory order that the matmul reads; overrides may leave this parameter out.
@@ -212,7 +212,8 @@ class Method:
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
         """Apply J: change the accumulated, unscaled, clipped gradient in place before the step.
 
-        Called in phases whose row has a J other than dW; ``mask`` is bool.
+        Called in phases whose row has a J other than dW. ``mask`` is bool or packed by rows:
+        :func:`kernels.apply_mask` and :func:`kernels.masked_decay_` read both.
 
         ``scale``: loss scale still contained in ``grad`` (a 0-d tensor for fused optimizers).
         """
@@ -220,7 +221,7 @@ class Method:
     def adjust_weight_(self, weight: Tensor, mask: Tensor, lr: float) -> None:
         """Change the weight in place after the optimizer's update; few methods need this.
 
-        Called in phases whose J is dW, with the mask from before the update.
+        Called in phases whose J is dW, with the mask from before the update, bool or packed.
         """
 
     def build_optimizer(self, groups: list[dict[str, Any]], options: Any) -> Optimizer | None:

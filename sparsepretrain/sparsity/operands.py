@@ -141,7 +141,8 @@ class OperandCache:
             return None  # nothing is projected, or the result is rounded again
         if self.store != dtype or layer.rows.is_sharded or torch.compiler.is_compiling():
             return None
-        earlier = None if old is None else self._transposed(old.A.data)
+        # a packed A may have the shape of the weight: 36 columns are padded to 64, packed to 36
+        earlier = self._transposed(old.A.data) if old and old.A.kind == "dense" else None
         if earlier is None or (earlier.shape, earlier.dtype) != (weight.shape, dtype):
             return torch.empty_like(weight, dtype=dtype)
         return earlier

@@ -42,15 +42,14 @@ class Prepared(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """U(G) before it is drawn: wgrad chooses the precision and memory order of the draw."""
+    """U(G) before it is drawn: wgrad chooses the memory order of the draw."""
 
     grad: Tensor
     draw: Callable[[Tensor, str | None], Tensor]
 
-    def sample(self, *, wide: bool = False, tokens_last: bool = False) -> Tensor:
-        """Draw U(G), shape of G; ``wide``: from G in fp32."""
-        grad = self.grad.float() if wide else self.grad
-        return self.draw(grad, "tokens_last" if tokens_last else None)
+    def sample(self, *, tokens_last: bool = False) -> Tensor:
+        """Draw U(G), shape and dtype of G."""
+        return self.draw(self.grad, "tokens_last" if tokens_last else None)
 
 
 class Operands(NamedTuple):
@@ -66,7 +65,7 @@ class Matmul(NamedTuple):
 
     name: Literal["fprop", "dgrad", "wgrad"]
     geometry: Geometry
-    shape: tuple[int, ...]  # of the result; a linear layer's fprop ends with -1 for out_features
+    shape: tuple[int, ...]  # of the result; fprop of a convolution does not read it
     dtype: torch.dtype  # of an fp8 product's result
 
     def dense(self, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
@@ -111,15 +110,15 @@ class Dense:
         """Bring an encoded operand into the memory layout that the matmul reads."""
         return encoded
 
-    def packs_estimate(self, grad: Tensor) -> bool:
-        """Return True if U(G) will be packed, which reads it along the tokens."""
+    def reads_tokens_last(self, grad: Tensor) -> bool:
+        """Return True if the matmul reads U(G) along the tokens."""
         return False
 
     def prepare(self, x: Tensor | Estimate, operand: str) -> Prepared:
         """Encode and arrange Xf, Xw, P or U, or a weight in its own dtype."""
         if not isinstance(x, Estimate):
             return self.arrange(self.encode(x, operand, x.dtype), operand)
-        drawn = x.sample(wide=self.rounds, tokens_last=self.packs_estimate(x.grad))
+        drawn = x.sample(tokens_last=self.reads_tokens_last(x.grad))
         return self.arrange(self.encode(drawn, operand, x.grad.dtype), operand)
 
     def __call__(

@@ -7,6 +7,7 @@ import warnings
 from torch import Tensor
 
 from sparsepretrain.errors import SparsePretrainWarning
+from sparsepretrain.kernels import unpacked
 
 
 def warn_if_decay_is_lost(
@@ -18,10 +19,11 @@ def warn_if_decay_is_lost(
         name: of the layer.
         before, after: gradient without and with the decay.
         weight: decayed weight; zeros are ignored.
-        mask: bool; entries that it keeps are ignored.
+        mask: bool or packed by rows; entries that it keeps are ignored.
     """
-    lost = (after == before) & ~mask & (weight != 0)
-    share = float(lost.sum() / (~mask).sum().clamp(min=1))
+    masked = ~unpacked(mask, weight.shape)
+    lost = (after == before) & masked & (weight != 0)
+    share = float(lost.sum() / masked.sum().clamp(min=1))
     if share > 0.5:
         warnings.warn(
             f"masked decay changes only {1 - share:.0%} of the masked gradients of layer {name!r}: "

@@ -33,7 +33,7 @@ TOKENS = 512
 Each size of a product is checked once and searched for its fastest algorithm, which takes tenths of
 a second. With padding, token counts that change from batch to batch (translation, fine-tuning)
 share a few sizes. At 16k tokens padding costs at most 3 % of a product, which ``auto`` includes in
-its timing. 512 is a multiple of every size in :data:`LIMITS`.
+its timing. 512 is a multiple of every size in :data:`LIMITS`. Widths are padded to those alone.
 """
 
 
@@ -41,39 +41,52 @@ its timing. 512 is a multiple of every size in :data:`LIMITS`.
 class Sparse24(Dense):
     """Pack one 2:4 operand and multiply with cuSPARSELt in the dtype of X.
 
-    Sums are in fp32 and rounded once, as in dense matmuls, but in another order.
+    Sums are in fp32 and rounded once, as in dense matmuls, but in another order. Operands are
+    padded with zeros to sizes that the library takes, which changes no sum, and results are cut.
     """
 
     kind: ClassVar[Kind] = "sparse24"
+    limits: ClassVar[Limits] = LIMITS[torch.bfloat16]
 
-    def packs_estimate(self, grad: Tensor) -> bool:
-        return can_pack(self.packs, "U", grad)
+    def reads_tokens_last(self, grad: Tensor) -> bool:
+        return can_pack(self.packs, "U", grad) or super().reads_tokens_last(grad)
 
     def arrange(self, encoded: Prepared, operand: str) -> Prepared:
         if not can_pack(self.packs, operand, encoded.data):
             return super().arrange(encoded, operand)
-        return Prepared(self.kind, pack(encoded.data, operand), encoded.scale)
+        return Prepared(self.kind, self.pack(encoded.data, operand), encoded.scale)
+
+    def pack(self, x: Tensor, operand: str) -> Tensor:
+        """Pack A (out, in), Bᵀ (in, out), P (tokens, out) or Uᵀ (out, tokens), padded."""
+        rows, columns, _, _ = self.limits
+        if operand == "P":
+            return compress_24(padded(rows_of(x), TOKENS, columns))
+        if operand == "U":
+            return compress_24(padded(rows_of(x).t(), rows, TOKENS))
+        return compress_24(padded(x if operand == "A" else x.t(), rows, columns))
 
     def __call__(
         self, matmul: Matmul, left: Prepared, right: Prepared, bias: Tensor | None = None
     ) -> Tensor:
-        if right.kind == self.kind:  # Yᵀ = A·Xᵀ + b, dXᵀ = Bᵀ·Gᵀ
-            x = left.data
-            bias = None if bias is None else bias.to(x.dtype)
-            y = matmul_24(
-                right.data, padded_rows(x), bias, transpose_dense=True, transpose_result=True
-            )
-            return cut(y, matmul.shape)
-        if left.kind != self.kind:
+        if self.kind not in (left.kind, right.kind):
             return super().__call__(matmul, left, right, bias)
-        if matmul.name == "dgrad":  # dX = P(G)·B
+        _, columns, dense, _ = self.limits
+        if right.kind == self.kind:  # Yᵀ = A·Xᵀ + b, dXᵀ = Bᵀ·Gᵀ
+            x = padded(rows_of(left.data), TOKENS, columns)
+            if bias is not None:
+                missing = right.data.shape[0] - bias.shape[0]
+                bias = F.pad(bias, (0, missing)) if missing else bias
+                bias = bias.to(x.dtype)
+            y = matmul_24(right.data, x, bias, transpose_dense=True, transpose_result=True)
+        elif matmul.name == "dgrad":  # dX = P(G)·B
             turned = right.data.t().is_contiguous()  # Conv1D stores (in, out)
-            weight = right.data.t() if turned else right.data.contiguous()
-            dx = matmul_24(left.data, weight, transpose_dense=turned)
-            return cut(dx, matmul.shape)
-        # dW = U(G)ᵀ·X, or its transpose
-        turned = matmul.geometry != Linear(1)
-        return matmul_24(left.data, padded_rows(right.data), transpose_result=turned)
+            multiples = (dense, columns) if turned else (columns, dense)
+            weight = padded(right.data.t() if turned else right.data, *multiples)
+            y = matmul_24(left.data, weight, transpose_dense=turned)
+        else:  # dW = U(G)ᵀ·X, or its transpose
+            x = padded(rows_of(right.data), TOKENS, dense)
+            y = matmul_24(left.data, x, transpose_result=matmul.geometry != Linear(1))
+        return cut(y, matmul.shape).contiguous()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,24 +97,26 @@ class Sparse24FP8(Sparse24, FP8):
     """
 
     kind: ClassVar[Kind] = "sparse24_fp8"
+    limits: ClassVar[Limits] = LIMITS[torch.float8_e4m3fn]
 
     def __call__(
         self, matmul: Matmul, left: Prepared, right: Prepared, bias: Tensor | None = None
     ) -> Tensor:
         if self.kind not in (left.kind, right.kind):
             return super().__call__(matmul, left, right, bias)
+        _, columns, dense, _ = self.limits
         # fp8 has kernels for one layout only: packed·denseᵀ with rows along the sum
         multiply = functools.partial(matmul_24, transpose_dense=True, out_dtype=torch.float32)
         if right.kind == self.kind:
-            y = multiply(right.data, padded_rows(left.data), transpose_result=True)
+            x = padded(rows_of(left.data), TOKENS, columns)
+            y = multiply(right.data, x, transpose_result=True)
         elif matmul.name == "dgrad":
-            y = multiply(left.data, right.data.t())
+            y = multiply(left.data, padded(right.data.t(), dense, columns))
         else:
-            turned = matmul.geometry != Linear(1)
-            y = multiply(left.data, padded_columns(right.data), transpose_result=turned)
-        if matmul.name != "wgrad":
-            y = cut(y, matmul.shape)
-        return unscaled(y, scale_of(left), scale_of(right), bias, out_dtype=matmul.dtype)
+            x = padded(rows_of(right.data).t(), dense, TOKENS)
+            y = multiply(left.data, x, transpose_result=matmul.geometry != Linear(1))
+        scales = scale_of(left), scale_of(right)
+        return unscaled(cut(y, matmul.shape), *scales, bias, out_dtype=matmul.dtype)
 
 
 @functools.cache
@@ -116,9 +131,33 @@ def packing(base: Products, operands: str) -> Products:
     return Products(**chosen)
 
 
-def limits_of(product: Dense) -> Limits:
-    """Return the multiples that the sizes of a sparse version of ``product`` must have."""
-    return LIMITS[torch.float8_e4m3fn if isinstance(product, FP8) else TYPES[0]]
+def padded_features(base: Products, operand: str, out: int, inputs: int) -> tuple[int, int]:
+    """Return out_features and in_features of a sparse matmul that packs ``operand``, padded.
+
+    A (out, in), B (in, out), P (tokens, out) and U (out, tokens) are packed; with P and U,
+    in_features are the columns of the dense operand.
+    """
+    product = getattr(packing(base, operand), MATMUL_OF[operand])
+    rows, columns, dense, _ = product.limits
+    multiples = {
+        "A": (rows, columns), "B": (columns, rows), "P": (columns, dense), "U": (rows, dense)
+    }  # fmt: skip
+    of_out, of_in = multiples[operand]
+    return rounded_up(out, of_out), rounded_up(inputs, of_in)
+
+
+def rounded_up(size: int, multiple: int) -> int:
+    """Return the smallest multiple that is not below ``size``."""
+    return -(-size // multiple) * multiple
+
+
+def padding(base: Products, operand: str, out: int, inputs: int) -> str:
+    """Return the zero padding of a sparse matmul that packs ``operand`` in words, or ""."""
+    wide = padded_features(base, operand, out, inputs)
+    if wide == (out, inputs):
+        return ""
+    work = wide[0] * wide[1] / (out * inputs) - 1
+    return f"{out} × {inputs} to {wide[0]} × {wide[1]} (+{work:.1%} work)"
 
 
 def cannot_pack(product: Dense, dtype: torch.dtype | None = None) -> str:
@@ -142,35 +181,21 @@ def can_pack(packs: str, operand: str, x: Tensor) -> bool:
     return operand == packs and not (operand == "U" and straddles(x.shape[:-1]))
 
 
-def pack(x: Tensor, operand: str) -> Tensor:
-    """Pack A (out, in), Bᵀ (in, out), P (tokens, out) or Uᵀ (out, tokens)."""
-    if operand == "A":
-        return compress_24(x.contiguous())
-    if operand == "B":
-        return compress_24(x.t().contiguous())
-    return compress_24(padded_rows(x) if operand == "P" else padded_columns(x))
-
-
 def straddles(shape: tuple[int, ...]) -> str:
     """Return the reason for which tokens (…, tokens of a sample) cannot be packed, or ""."""
     odd = len(shape) > 1 and shape[-1] % 4
     return f"samples of {shape[-1]} tokens, no multiple of 4" if odd else ""
 
 
-def padded_rows(x: Tensor) -> Tensor:
-    """Return a contiguous matrix (tokens, features), its tokens padded to :data:`TOKENS`."""
-    rows = rows_of(x)
-    missing = -rows.shape[0] % TOKENS
-    return (F.pad(rows, (0, 0, 0, missing)) if missing else rows).contiguous()
+def padded(x: Tensor, rows: int, columns: int) -> Tensor:
+    """Return a contiguous matrix, padded with zeros to multiples of ``rows`` × ``columns``.
+
+    ``x`` itself if it is such a matrix.
+    """
+    below, beside = -x.shape[0] % rows, -x.shape[1] % columns
+    return (F.pad(x, (0, beside, 0, below)) if below or beside else x).contiguous()
 
 
-def padded_columns(x: Tensor) -> Tensor:
-    """Return the transpose of :func:`padded_rows`, contiguous."""
-    columns = rows_of(x).t()
-    missing = -columns.shape[1] % TOKENS
-    return (F.pad(columns, (0, missing)) if missing else columns).contiguous()
-
-
-def cut(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Drop padded tokens and return ``shape``."""
-    return rows[: math.prod(shape[:-1])].view(shape)
+def cut(y: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a view of a padded result without its padding, in ``shape``."""
+    return y[: math.prod(shape[:-1]), : shape[-1]].view(shape)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sparsepretrain.kernels import pack_rows, packed_flip_count, unpacked
+from sparsepretrain.kernels import pack_rows, packed_flip_count
 from sparsepretrain.optim._initialization import creates_state, forget_step
 from sparsepretrain.sparsity import attachments
 from sparsepretrain.sparsity.layers import SparseLayer
@@ -85,10 +85,11 @@ class Steps:
             weight, grad = own.rows.local(layer.weight), own.rows.gradient(layer.weight)
             if grad is None:
                 continue
+            # May be packed: unpacking is a launch per layer and moves 2 bytes per weight.
+            mask = own.present_mask(weight)
             if not on_gradient:  # weights change after the update, under the mask from before it
-                self._held[name] = own.present_mask(weight)
+                self._held[name] = mask
                 continue
-            mask = own.present_bool_mask(weight)
             rounds = self.decay > 0 and weight.dtype.itemsize < 4 and not self._checked_rounding
             before = grad.clone() if rounds else None
             method.adjust_gradient_(grad, weight, mask, 1.0 if scale is None else scale)
@@ -116,7 +117,7 @@ class Steps:
             for name, mask in held.items():
                 rows, weight = self.layers[name].sparsity.rows, self.layers[name].weight
                 rate, own = float(rates[id(rows.parameter(weight))]), rows.local(weight)
-                method.adjust_weight_(own, unpacked(mask, own.shape), rate)
+                method.adjust_weight_(own, mask, rate)
         state.begin(state.step + 1)
         method.read_optimizer(optimizer)
         schedule = method.schedule

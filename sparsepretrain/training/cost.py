@@ -15,8 +15,10 @@ from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.sparsity.backend import Backend, LayerSize, objection
+from sparsepretrain.sparsity.coverage import padding_lines
 from sparsepretrain.sparsity.method import Method, enter
 from sparsepretrain.sparsity.products import MATMUL_OF
+from sparsepretrain.sparsity.sparse24 import TOKENS, padded_features, padding, rounded_up
 from sparsepretrain.tasks import build_task
 from sparsepretrain.tracking.console import count
 from sparsepretrain.training.assembly import META, build_model, layer_inputs, sparsify_model
@@ -32,13 +34,18 @@ class MatmulFlops(NamedTuple):
     """Matmul -> FLOPs in linear layers that are sparse."""
     sparse: Counter[str]
     """FLOPs of matmuls that could be 2:4."""
+    zeros: Counter[str]
+    """FLOPs that zero padding adds to them."""
+    padded: Counter[tuple[str, str]]
+    """Matmul and its padded features -> number of layers."""
     reasons: list[str]
     """Reasons for which matmuls with an N:M operand stay dense."""
 
     @property
     def bound(self) -> float:
         """Largest speed-up if 2:4 matmuls are twice as fast as dense ones (Amdahl)."""
-        return 1 / (1 - self.sparse.total() / self.step / 2)
+        saved = (self.sparse.total() - self.zeros.total()) / 2
+        return 1 / (1 - saved / self.step)
 
     def rows(self) -> list[tuple[str, str]]:
         """Return lines of the dry run."""
@@ -57,7 +64,13 @@ class MatmulFlops(NamedTuple):
         else:
             why = statistics.mode(self.reasons) if self.reasons else "no matmul has an N:M operand"
             text = f"none: {why}"
-        return [("FLOPs per step", f"sparse layers: {', '.join(cells)}"), ("speed-up", text)]
+        lines = [("FLOPs per step", f"sparse layers: {', '.join(cells)}"), ("speed-up", text)]
+        if self.padded:
+            lines.append(("zero padding", "\n".join(padding_lines(self.padded))))
+        if self.sparse and self.reasons:
+            dense = [f"{n} of these matmuls: {why}" for why, n in Counter(self.reasons).items()]
+            lines.append(("dense", "\n".join(dense)))
+        return lines
 
 
 def matmul_flops(
@@ -73,20 +86,42 @@ def matmul_flops(
     """
     row, backend = sparsifier.method.sparse_row, Backend("auto")
     micro_batches, dtype = run.batch.size // run.batch.micro, compute_dtype(run.precision)
-    found = MatmulFlops(step, Counter(), Counter(), [])
+    found = MatmulFlops(step, Counter(), Counter(), Counter(), Counter(), [])
     for name, layer in sparsifier.layers.items():
         if layer.weight.dim() != 2:
             continue
         state, tokens = layer.sparsity, tuple(inputs[name][:-1])
-        flops = 2 * micro_batches * math.prod(tokens) * layer.weight.numel()
+        token_count = math.prod(tokens)
+        flops = 2 * micro_batches * token_count * layer.weight.numel()
         found.layers.update(dict.fromkeys(row.operands, flops))
         size, base = LayerSize(tuple(layer.weight.shape), state.dim, META), state.products.base
         for operand, why in backend.reasons(row, size, base).items():
             if reason := why or objection(operand, tokens, dtype, base):
                 found.reasons.append(reason)
-            else:
-                found.sparse[MATMUL_OF[operand]] += flops
+                continue
+            matmul, features = MATMUL_OF[operand], size.features()
+            wide = padded_features(base, operand, *features)
+            padded_count = rounded_up(token_count, TOKENS)
+            padded = 2 * micro_batches * padded_count * math.prod(wide)
+            if padded >= 2 * flops:
+                found.reasons.append(_too_much_padding(features, wide, token_count, padded_count))
+                continue
+            found.sparse[matmul] += flops
+            found.zeros[matmul] += padded - flops
+            if text := padding(base, operand, *features):
+                found.padded[matmul, text] += 1
     return found
+
+
+def _too_much_padding(
+    features: tuple[int, int], padded: tuple[int, int], tokens: int, padded_tokens: int
+) -> str:
+    before = f"{features[0]} × {features[1]}"
+    after = f"{padded[0]} × {padded[1]}"
+    if tokens != padded_tokens:
+        before += f" with {tokens} tokens"
+        after += f" with {padded_tokens}"
+    return f"padding {before} to {after} costs more than 2:4 saves"
 
 
 class Cost(NamedTuple):

@@ -36,6 +36,18 @@ def test_the_formula_unpacks_what_it_says_is_packed(rows, columns, name):
     assert (case.status, case.name) == ("ok", f"layout, {name}, {rows}×{columns}")
 
 
+@pytest.mark.parametrize("rows, columns", [(16, 16), (48, 80), (80, 64), (64, 80)])
+def test_sizes_that_torch_rounds_up_to_whole_columns_are_right(rows, columns):
+    """Since version 2.10 torch views the bytes as a matrix with the rows of the operand."""
+
+    def compress(x):
+        packed = pack(x)
+        return torch.cat([packed, packed.new_zeros(-packed.numel() % (2 * rows))]).view(rows, -1)
+
+    (case,) = trust.layout(compress, "bf16", rows, columns, CPU)
+    assert case.status == "ok"
+
+
 def test_another_layout_or_size_is_reported():
     def status(change):
         (row,) = trust.layout(lambda x: change(pack(x)), "bf16", 80, 64, CPU)

@@ -25,3 +25,9 @@ def test_doctor_on_a_machine_without_a_gpu(monkeypatch, capsys):
     text = capsys.readouterr().out
     assert f"torch           {torch.__version__}" in text and "GPU             none" in text
     assert "No matmul runs sparse here: this machine has no CUDA device" in text
+
+
+def test_doctor_says_that_widths_are_padded_where_matmuls_run_sparse(monkeypatch):
+    monkeypatch.setattr(_machine, "present_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(_machine, "unsupported", lambda device, *, fp8: None)
+    assert "padded with zeros to multiples of 64 × 32, in fp8 of 64 × 128." in _machine.here()

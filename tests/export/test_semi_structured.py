@@ -86,3 +86,88 @@ def test_compression_is_lossless(exported, monkeypatch):
     assert seen == [(256, 64), (64, 256)] * 2
     assert all(type(model.get_submodule(name)) is torch.nn.Linear for name in layers)
     torch.testing.assert_close(after, before, rtol=0, atol=1e-2)
+
+
+class Packed(torch.Tensor):
+    """A weight whose matmuls are those of a library: right ones, altered by ``after``."""
+
+    @staticmethod
+    def of(weight, after):
+        packed = weight.as_subclass(Packed)
+        packed.after, packed.matmuls = after, 0
+        return packed
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is not torch.nn.functional.linear:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        packed = args[1]
+        packed.matmuls += 1
+        with torch._C.DisableTorchFunctionSubclass():
+            return packed.after(packed.matmuls, func(*args))
+
+
+def right(call, y):
+    return y
+
+
+def shifted(call, y):
+    y[-1, -1] += 1
+    return y
+
+
+def flickering(call, y):
+    y[0, 0] = torch.nextafter(y[0, 0], y[0, 0] + call % 7 // 6)
+    return y
+
+
+def refused(call, y):
+    raise RuntimeError("CUDA error: operation not supported when calling `cusparseLtMatmul`")
+
+
+@pytest.mark.parametrize(
+    ("after", "why"),
+    [
+        (shifted, "the matmul is wrong"),
+        (flickering, "the matmul gives other bits when it is repeated"),
+        (refused, "CUDA error: operation not supported"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_library_with_a_wrong_matmul_is_refused(exported, after, why, dtype, monkeypatch):
+    def second_size(weight):
+        return Packed.of(weight, right if tuple(weight.shape) == (256, 64) else after)
+
+    monkeypatch.setattr(torch.sparse, "to_sparse_semi_structured", second_size)
+    monkeypatch.setattr(semi_structured, "version", lambda: "0.8.1")
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype=dtype).eval()
+    layers = json.loads((exported / "sparsity.json").read_text())["layers"]
+    with pytest.raises(ConfigError) as caught:
+        semi_structured.compress(model, layers)
+    (message,) = caught.value.messages
+    assert layers[1] in message and f"64 × 256 in {str(dtype)[6:]}" in message and why in message
+    assert "cuSPARSELt 0.8.1: load the export with transformers" in message
+
+
+def test_each_size_is_compared_once(exported, monkeypatch):
+    packed = []
+
+    def convert(weight):
+        packed.append(Packed.of(weight, right))
+        return packed[-1]
+
+    monkeypatch.setattr(torch.sparse, "to_sparse_semi_structured", convert)
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.bfloat16).eval()
+    layers = json.loads((exported / "sparsity.json").read_text())["layers"]
+    semi_structured.compress(model, layers)
+    assert [weight.matmuls for weight in packed] == [20, 20, 0, 0]
+
+
+def test_an_error_that_breaks_the_device_is_raised(monkeypatch):
+    def fail(*_):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    weight = torch.zeros(64, 64, dtype=torch.bfloat16)
+    with pytest.raises(torch.AcceleratorError):
+        semi_structured.wrong(Packed.of(weight, fail), weight, None)

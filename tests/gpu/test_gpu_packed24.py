@@ -7,6 +7,9 @@ import torch
 
 from sparsepretrain import kernels
 from sparsepretrain.kernels.cusparselt import packed24 as library
+from sparsepretrain.sparsity.backend import Case, random_matmul
+from sparsepretrain.sparsity.products import DENSE, Estimate
+from sparsepretrain.sparsity.sparse24 import packing
 
 
 @pytest.fixture(autouse=True)
@@ -50,3 +53,22 @@ def test_products_repeat_and_can_be_captured(device):
         captured = kernels.matmul_24(packed, dense)
     graph.replay()
     assert torch.equal(captured, expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(1376, 512), (512, 1376), (20, 36)])
+@pytest.mark.parametrize("dim", [1, 0])
+@pytest.mark.parametrize("operand", ["A", "B", "P", "U"])
+def test_padded_matmuls_are_those_in_fp64(operand, dim, sizes, dtype, device):
+    case = Case(operand, *sizes, 300, dtype, dim, bias=True)
+    left, right, matmul, bias = random_matmul(case, torch.empty(0, device=device).device)
+    names = {"fprop": ("Xf", "A"), "dgrad": ("P", "B"), "wgrad": ("U", "Xw")}[matmul.name]
+    product = getattr(packing(DENSE, operand), matmul.name)
+    pair = product.prepare(left, names[0]), product.prepare(right, names[1])
+    got = product(matmul, *pair, bias)
+    left = (left.grad if isinstance(left, Estimate) else left).double()
+    expected = matmul.dense(left, right.double(), None if bias is None else bias.double())
+    spread = matmul.dense(left.abs(), right.double().abs(), None)
+    slack = torch.finfo(got.dtype).eps * expected.abs() + 2.0**-16 * spread
+    assert got.shape == expected.shape and bool(((got - expected).abs() <= slack).all())

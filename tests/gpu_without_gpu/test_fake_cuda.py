@@ -11,6 +11,7 @@ import itertools
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsepretrain import kernels
 from sparsepretrain.sparsity.fp8 import fp8_products
@@ -18,7 +19,9 @@ from sparsepretrain.sparsity.geometry import Linear
 from sparsepretrain.sparsity.products import DENSE, MATMUL_OF, Estimate, Matmul
 from sparsepretrain.sparsity.sparse24 import PACKED, cannot_pack, packing
 
-OUT, IN = 3072, 768
+SIZES = {"emulate": [(3072, 768), (1376, 512), (20, 36)]}
+"""(out_features, in_features): those that fit, an FFN of Llama 60M, and one below a tile."""
+FP8_SIZES = [(3072, 768), (1376, 2736)]
 BASES = {
     "emulate": DENSE,
     **{f"fp8 {recipe}": fp8_products(recipe, False) for recipe in ("hybrid", "e4m3")},
@@ -54,14 +57,16 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
 
-@pytest.mark.parametrize("name", BASES)
-def test_all_products_keep_the_rules_of_cuda(name, hopper):
+@pytest.mark.parametrize(
+    ("name", "sizes"), [(name, sizes) for name in BASES for sizes in SIZES.get(name, FP8_SIZES)]
+)
+def test_all_products_keep_the_rules_of_cuda(name, sizes, hopper):
     prepared = functools.cache(prepare)
     with FakeTensorMode(), torch.no_grad():
         for products, dtype, dim, has_bias, tokens, two_weights in combinations(BASES[name]):
             try:
-                operands = prepared(products, dtype, dim, two_weights)
-                three_products(products, operands, dtype, dim, has_bias, tokens)
+                operands = prepared(products, sizes, dtype, dim, two_weights)
+                three_products(products, operands, sizes, dtype, dim, has_bias, tokens)
             except Exception as error:
                 case = dtype, dim, has_bias, tokens, two_weights
                 raise AssertionError(f"{products!r} {case}: {error}") from error
@@ -71,28 +76,68 @@ def draw(*shape, dtype=torch.float32):
     return torch.empty(shape, device="cuda:0", dtype=dtype)
 
 
-def prepare(products, dtype, dim, two_weights):
-    weight = draw(OUT, IN) if dim else draw(IN, OUT).t()
+def prepare(products, sizes, dtype, dim, two_weights):
+    weight = draw(*sizes) if dim else draw(*reversed(sizes)).t()
     weights = weight, weight.clone() if two_weights else None, None, dtype
     # into the same memory, as after a step
     return products.prepare(*weights, products.prepare(*weights))
 
 
-def three_products(products, operands, dtype, dim, has_bias, tokens):
+def three_products(products, operands, sizes, dtype, dim, has_bias, tokens):
+    out, inputs = sizes
+
     def estimate(grad, order):
-        return kernels.mvue(grad.view(-1, OUT), dim=0, key=3, order=order).view(grad.shape)
+        return kernels.mvue(grad.view(-1, out), dim=0, key=3, order=order).view(grad.shape)
 
     def check(result, shape):
         assert result.shape == shape and result.is_cuda, (result.shape, shape)
+        assert result.is_contiguous(), result.stride()
 
     fprop, dgrad, wgrad = products
-    how, stored = Linear(dim), (OUT, IN) if dim else (IN, OUT)
-    x, grad = draw(*tokens, IN, dtype=dtype), draw(*tokens, OUT, dtype=dtype)
-    bias = draw(OUT, dtype=dtype) if has_bias else None
-    y = fprop(Matmul("fprop", how, (*tokens, -1), dtype), fprop.prepare(x, "Xf"), operands.A, bias)
+    how, stored = Linear(dim), sizes if dim else sizes[::-1]
+    x, grad = draw(*tokens, inputs, dtype=dtype), draw(*tokens, out, dtype=dtype)
+    bias = draw(out, dtype=dtype) if has_bias else None
+    y = fprop(Matmul("fprop", how, grad.shape, dtype), fprop.prepare(x, "Xf"), operands.A, bias)
     check(y, grad.shape)
     assert y.dtype == dtype
     b = operands.A if operands.B is None else operands.B
     check(dgrad(Matmul("dgrad", how, x.shape, dtype), dgrad.prepare(grad, "P"), b), x.shape)
     u, kept = wgrad.prepare(Estimate(grad, estimate), "U"), wgrad.prepare(x, "Xw")
     check(wgrad(Matmul("wgrad", how, stored, torch.float32), u, kept), torch.Size(stored))
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that return a tensor of ``size`` entries in memory of its own."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.names = size, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        first = result[0] if isinstance(result, tuple) else result
+        if isinstance(first, torch.Tensor) and first.numel() == self.size and not func.is_view:
+            self.names.append(func._schema.name.split("::")[1])
+        return result
+
+
+@pytest.mark.parametrize("dim", [1, 0])
+@pytest.mark.parametrize("packs", ["", "U"])
+def test_fp8_wgrad_samples_quantizes_and_multiplies_g_without_copies(packs, dim, hopper):
+    """The sample is drawn from G in bf16 and lies along the tokens, as both matmuls read it."""
+    base = fp8_products("e4m3", False)
+    wgrad = (packing(base, packs) if packs else base).wgrad
+    out, inputs = 3072, 768
+    with FakeTensorMode(), torch.no_grad():
+        grad = draw(2, 1024, out, dtype=torch.bfloat16)
+        kept = wgrad.prepare(draw(2, 1024, inputs, dtype=torch.bfloat16), "Xw")
+
+        def sample(x, order):
+            rows = x.view(-1, out)
+            return kernels.mvue(rows, dim=0, key=3, order=order).view(x.shape)
+
+        stored = (out, inputs) if dim else (inputs, out)
+        with Operators(grad.numel()) as found:
+            prepared = wgrad.prepare(Estimate(grad, sample), "U")
+            wgrad(Matmul("wgrad", Linear(dim), stored, torch.float32), prepared, kept)
+    assert found.names == ["mvue", "quantize_fp8"]

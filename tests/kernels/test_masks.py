@@ -66,6 +66,21 @@ def test_decay_golden(k):
     torch.testing.assert_close(out, g[f"out{k}"], rtol=1e-6, atol=1e-10)
 
 
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("shape", [(8, 16), (5, 12), (4, 8, 3, 3), (16, 1)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_decay_under_packed_masks_has_the_bits_of_bool_ones(shape, turned, backend):
+    draws = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    if turned:
+        draws = draws.transpose(1, 2).contiguous().transpose(1, 2)
+    grad, weight, mask = draws[0], draws[1], draws[2] > 0
+    results = [
+        masked_decay_(grad.clone(), weight, chosen, 0.3, backend=backend)
+        for chosen in (mask, pack_rows(mask))
+    ]
+    assert torch.equal(*results)
+
+
 def test_decay_on_the_weight_itself():
     w = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
     masked_decay_(w, w, nm_mask(w), -0.5)

@@ -47,6 +47,8 @@ def test_values_in_given_memory_and_masks_in_bits(shape, dim, dtype):
         alone = [nm_mask(x.to(dtype), **options, backend=b) for b in ("triton", "reference")]
         assert_same(*alone)
     assert_same(found[7], found[3])
+    mask = nm_mask(x, dim=dim, backend="reference")
+    assert_same(found[5], masked_decay_(x.clone(), x, mask, 0.25, backend="triton"))
 
 
 def test_offsets_beyond_32_bits():

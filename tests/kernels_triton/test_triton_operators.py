@@ -40,7 +40,7 @@ OPERATIONS = {
     "masked_decay_": (masks.masked_decay_op, (X.clone(), X, MASK, 0.1, None)),
     "differing_bits": (masks.differing_bits, (MASK.clone(), ~MASK, True)),
     "pack_24": (masks.pack_24, (MASK,)),
-    "unpack_24": (masks.unpack_24, (torch.arange(8, dtype=torch.uint8), [8, 8])),
+    "unpack_24": (masks.unpack_24, (torch.arange(8, dtype=torch.uint8, device=DEVICE), [8, 8])),
     "quantize_fp8": (fp8.quantize_fp8, (X, "e4m3")),
     "dequantize_fp8": (fp8.dequantize_fp8, (Q, ONE)),
     "uniform_noise": (noise.uniform_noise_op, (*MIXED, 3, 5, 2, torch.device(DEVICE))),

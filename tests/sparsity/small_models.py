@@ -67,10 +67,11 @@ class Blocks(nn.Module):
 
 
 class Layer(nn.Module):
-    """One layer, (128, 256), stored as either kind stores it; all its products can be sparse."""
+    """One layer, (128, 256) by default, stored as either kind stores it."""
 
     def __init__(self, kind="Linear", bias=True, inputs=128, outputs=256):
         super().__init__()
+        self.inputs, self.outputs = inputs, outputs
         if kind == "Linear":
             self.fc = nn.Linear(inputs, outputs, bias)
         else:

@@ -15,8 +15,9 @@ from torch import nn
 
 import sparsepretrain as sp
 from sparsepretrain import kernels
+from sparsepretrain.sparsity.fp8 import fp8_products
 from sparsepretrain.sparsity.methods import sste
-from sparsepretrain.sparsity.products import Products
+from sparsepretrain.sparsity.products import Estimate, Products
 
 HYBRID = {"precision": "fp8_sim"}
 REFERENCE = {"precision": {"name": "fp8_sim", "recipe": "reference"}}
@@ -96,6 +97,32 @@ def test_operands_have_the_formats_of_the_recipe(method, options, precision, kin
         atol = 1e-5 * float(expected.abs().max())
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=atol)
     assert (got - product(t.Xf, t.A, gy)[0]).abs().max() > 0, "nothing was rounded"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("estimator", ["approximate", "exact"])
+def test_wgrad_samples_g_in_its_dtype_and_stays_unbiased(estimator, dtype):
+    """A sample is rounded to the dtype of G, which moves its mean by at most half a unit of it."""
+    draws = 4096
+    group = draw(4, 8, seed=1).to(dtype)
+    grad, seen = group.repeat(draws, 1), []
+
+    def sample(x, order):
+        seen.append(x)
+        return kernels.mvue(x, dim=0, estimator=estimator, key=1, order=order)
+
+    product = fp8_products("e4m3", True).wgrad
+    _, values, scale = product.prepare(Estimate(grad, sample), "U")
+    assert seen[0] is grad, "nothing is cast before the draw"
+    wide = kernels.mvue(grad.float(), dim=0, estimator=estimator, key=1)
+    assert torch.equal(sample(grad, None), wide.to(dtype)), "drawn in fp32, rounded once"
+    for drawn, unit in (
+        (sample(grad, None), torch.finfo(dtype).eps),
+        (kernels.dequantize_fp8(values, scale), torch.finfo(torch.float8_e4m3fn).eps),
+    ):
+        found = drawn.double().view(draws, 4, 8)
+        spread, slack = found.std(0), unit / 2 * group.double().abs()
+        assert ((found.mean(0) - group).abs() <= 5 * spread / draws**0.5 + slack).all()
 
 
 @every_case

@@ -37,9 +37,9 @@ def sparsify(model, method, recipe="hybrid", name="fp8", backend="emulate", opti
     return handle
 
 
-def layer(kind="Linear", bias=True):
+def layer(kind="Linear", bias=True, **sizes):
     """With a bias that bf16 has."""
-    made = Layer(kind, bias)
+    made = Layer(kind, bias, **sizes)
     if bias:
         made.fc.bias.data = made.fc.bias.data.bfloat16().float()
     return made
@@ -48,8 +48,9 @@ def layer(kind="Linear", bias=True):
 def compare(got, twin, method, recipe, dtype, monkeypatch, shape=(2, 32)):
     """``got`` equals the matmuls of ``twin`` in simulated fp8."""
     sparsify(twin, method, recipe, "fp8_sim")
-    expected = outputs(twin, dtype, shape)
-    assert_close(got, expected, magnitudes(twin, dtype, shape, monkeypatch, recipe), dtype)
+    expected, summands = outputs(twin, dtype, shape), max(256, twin.inputs, twin.outputs)
+    scale = magnitudes(twin, dtype, shape, monkeypatch, recipe)
+    assert_close(got, expected, scale, dtype, summands)
 
 
 KINDS = pytest.mark.parametrize(("kind", "bias"), [("Linear", False), ("Conv1D", True)])
@@ -89,6 +90,20 @@ def test_sparse_fp8_matmuls_equal_simulated_ones(method, recipe, kind, bias, mon
     mixed = {why for why in covered.emulated.values() if why}
     assert mixed <= {"cuSPARSELt has no kernel of e5m2×e4m3"}
     assert list(covered.emulated.values()).count("") == len(packs)
+
+
+@KINDS
+@pytest.mark.parametrize("sizes", [(128, 80), (48, 256), (1376, 48), (16, 16), (144, 2736)])
+@pytest.mark.parametrize("method", ["tsrste", "sdgp"])  # which pack A, B and U; P
+def test_padded_fp8_matmuls_equal_simulated_ones(method, sizes, kind, bias, monkeypatch):
+    """Widths are multiples of 16, which tensor cores need, and of no tile of the library."""
+    options = {"kind": kind, "bias": bias, "inputs": sizes[0], "outputs": sizes[1]}
+    for shape in ((2, 32), (15,)):
+        model = layer(**options)
+        sparsify(model, method, "e4m3", backend="semi_structured")
+        assert packed(model.fc.sparsity.products.now(torch.bfloat16, True)) == PACKED[method]
+        got = outputs(model, torch.bfloat16, shape)
+        compare(got, layer(**options), method, "e4m3", torch.bfloat16, monkeypatch, shape)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

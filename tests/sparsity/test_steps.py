@@ -12,8 +12,9 @@ from torch import nn
 
 from sparsepretrain import densify
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.kernels import unpack_rows
+from sparsepretrain.kernels import unpack_rows, unpacked
 from sparsepretrain.sparsity.layer_state import LayerState
+from sparsepretrain.sparsity.method import Method
 
 
 @pytest.mark.parametrize("micro", [1, 2, 8])
@@ -32,6 +33,49 @@ def test_decay_is_applied_once_per_step(micro, decay_on):
     else:
         expected = plain.fc1.weight - lr * lam * plain.fc1.weight.masked_fill(mask, 0)
     torch.testing.assert_close(model.fc1.weight, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("srste", {"decay": 0.1}),
+        ("srste", {"decay": 0.1, "decay_on": "weight"}),
+        ("tsrste", {"decay": 0.1}),
+        ("bimask", {"decay": 0.1}),
+        ("asp", {"at": 0.0}),
+        ("slope", {}),
+    ],
+)
+def test_methods_adjust_under_the_packed_mask_as_under_the_bool_one(method, options, monkeypatch):
+    """Nothing unpacks a mask that is stored in bits, and both give the same numbers."""
+    seen, look = [], LayerState.present_mask
+
+    def unpack(own, weight):
+        return unpacked(look(own, weight), weight.shape)
+
+    def run(unpacks):
+        model, optimizer, sparsifier = build(method, options, dtype=torch.float32)
+        sparsifier.store_operands(torch.float32)
+        cls = type(sparsifier.method)
+        with monkeypatch.context() as patch:
+            for name, position in (("adjust_gradient_", 2), ("adjust_weight_", 1)):
+                adjust = getattr(cls, name)
+                if adjust is not getattr(Method, name):
+
+                    def adjusted(*given, adjust=adjust, position=position):
+                        seen.append(given[position + 1].dtype)
+                        adjust(*given)
+
+                    patch.setattr(cls, name, adjusted)
+            if unpacks:
+                patch.setattr(LayerState, "present_mask", unpack)
+            train(model, optimizer, 0, 3)
+        return model.state_dict()
+
+    packed = run(False)
+    assert seen == [torch.uint8] * 6, "layers × steps"
+    assert_equal_bits(packed, run(True))
+    assert seen[6:] == [torch.bool] * 6
 
 
 def test_decay_is_excluded_from_clipping_and_norm():

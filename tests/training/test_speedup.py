@@ -1,6 +1,7 @@
 """FLOPs of 2:4 matmuls in the dry run, and the bound of the speed-up."""
 
 import io
+import re
 from collections import Counter
 
 import pytest
@@ -21,11 +22,27 @@ def rows(*overrides):
     return found["FLOPs per step"], found["speed-up"]
 
 
+def padded_lines(*overrides):
+    """Return the dry run's lines about zero padding, and the bound of the speed-up."""
+    words = ["tracker.mode=disabled", "parallel.device=cpu", "precision=bf16", *overrides]
+    out = io.StringIO()
+    dry_run(config.load(words), Console(out))
+    lines = [line.strip("│ ") for line in out.getvalue().splitlines()]
+    found = [line.removeprefix("zero padding").strip("│ ") for line in lines if "% work)" in line]
+    (bound,) = re.findall(r"at most (\d\.\d+)×", out.getvalue())
+    return found, float(bound)
+
+
 def test_bound_follows_amdahls_law():
-    sparse = Counter(fprop=2.0, wgrad=2.0)
-    assert MatmulFlops(10.0, Counter(), sparse, []).bound == pytest.approx(1 / (0.6 + 0.4 / 2))
-    assert MatmulFlops(10.0, Counter(), Counter(), []).bound == 1
-    assert MatmulFlops(10.0, Counter(), Counter(fprop=10.0), []).bound == 2
+    def bound(zeros=0.0, **sparse):
+        found = Counter(fprop=zeros)
+        return MatmulFlops(10.0, Counter(), Counter(sparse), found, Counter(), []).bound
+
+    assert bound(fprop=2.0, wgrad=2.0) == pytest.approx(1 / (0.6 + 0.4 / 2))
+    assert bound() == 1
+    assert bound(fprop=10.0) == 2
+    # a padded matmul costs half of all that it multiplies
+    assert bound(2.0, fprop=4.0) == pytest.approx(1 / (0.6 + 0.6 / 2))
 
 
 def test_flops_per_matmul_and_the_bound():
@@ -49,6 +66,58 @@ def test_flops_per_matmul_and_the_bound():
 )
 def test_a_run_without_2_4_matmuls_names_the_reason(overrides, reason):
     assert rows(*overrides)[1] == f"none: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("model", "least", "padding"),
+    [
+        ("llama_60m", 1.14, "fprop of 16 layers: 1376 × 512 to 1408 × 512 (+2.3% work)"),
+        ("llama_350m", 1.23, "fprop of 48 layers: 2736 × 1024 to 2752 × 1024 (+0.6% work)"),
+        ("llama_1b", 1.25, "fprop of 48 layers: 5464 × 2048 to 5504 × 2048 (+0.7% work)"),
+    ],
+)
+def test_widths_of_llama_are_padded_and_both_matmuls_of_sste_are_sparse(model, least, padding):
+    found, bound = padded_lines(f"model={model}", "sparsity=sste")
+    assert found[0] == padding and bound >= least
+    assert any(line.startswith("wgrad") for line in found)
+
+
+def test_widths_that_fit_are_not_padded():
+    assert padded_lines("sparsity=sste", "batch.size=16", "batch.micro=8")[0] == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (
+            ["model.n_embd=16", "model.n_head=2", "model.n_layer=1"],
+            "padding 64 × 16 to 64 × 32 costs more than 2:4 saves",
+        ),
+        (
+            ["batch.micro=2", "model.n_layer=1"],
+            "padding 512 × 128 with 256 tokens to 512 × 128 with 512 costs more than 2:4 saves",
+        ),
+    ],
+)
+def test_padding_that_costs_more_than_2_4_saves_is_not_counted(overrides, reason):
+    words = ["sparsity=ste", "sparsity.targets=[transformer.h.*.mlp.c_fc]", "batch.size=16"]
+    lines = rows(*words, "batch.micro=8", *overrides)
+    assert lines[1] == f"none: {reason}" and "2:4" not in lines[0]
+
+
+def test_dense_matmuls_beside_sparse_ones_have_their_reason():
+    words = ["sparsity=ste", "batch.size=16", "batch.micro=8", "model.n_embd=20", "model.n_head=2"]
+    words += [
+        "tracker.mode=disabled",
+        "parallel.device=cpu",
+        "precision=bf16",
+        "model.n_inner=2048",
+    ]
+    out = io.StringIO()
+    dry_run(config.load(words), Console(out))
+    # 20 rows are padded to 64, 20 columns to 32
+    assert "4 of these matmuls: padding 20 × 2048 to 64 × 2048 costs more than" in out.getvalue()
+    assert "fprop of 4 layers: 2048 × 20 to 2048 × 32 (+60.0% work)" in out.getvalue()
 
 
 @pytest.mark.parametrize(
