@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from sparsepretrain.kernels import apply_mask, nm_mask
+from sparsepretrain.kernels import nm_mask
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import Method, MethodOptions, Operand, Projection, Row
 
@@ -30,4 +30,4 @@ class Mine(Method):
         return Projection(weight.masked_fill(~layer.mask, 0), layer.mask)
 
     def adjust_gradient_(self, grad, weight, mask, scale):
-        apply_mask(grad, mask, out=grad)
+        grad.masked_fill_(~mask, 0)

@@ -112,6 +112,10 @@ class Method:
     """True if ``project`` or ``update_`` depend on rows outside their group (sums over the weight,
     draws by position); "start": only ``update_`` at the first sparse step does. FSDP then gathers
     the weight first."""
+    reads_packed_masks: ClassVar[bool] = False
+    """True if :meth:`adjust_gradient_` and :meth:`adjust_weight_` also take a mask that is packed
+    by rows, as the engine stores it (:func:`sparsepretrain.kernels.pack_rows`). The engine then
+    saves a launch per layer and 2 bytes per weight in every step."""
     scalars: Mapping[str, int] = MappingProxyType({})
     """Integers per model that checkpoints store: initial values in the class, current values in the
     instance. :meth:`read_optimizer` may change them."""
@@ -212,16 +216,23 @@ class Method:
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
         """Apply J: change the accumulated, unscaled, clipped gradient in place before the step.
 
-        Called in phases whose row has a J other than dW. ``mask`` is bool or packed by rows:
-        :func:`kernels.apply_mask` and :func:`kernels.masked_decay_` read both.
+        Called in phases whose row has a J other than dW.
 
-        ``scale``: loss scale still contained in ``grad`` (a 0-d tensor for fused optimizers).
+        Args:
+            grad: gradient of the weight, same shape.
+            weight: the stored master weight.
+            mask: kept positions: bool of the shape of the weight, or with
+                :attr:`reads_packed_masks` packed by rows where the engine stores it so.
+                :func:`sparsepretrain.kernels.apply_mask` and
+                :func:`sparsepretrain.kernels.masked_decay_` read both.
+            scale: loss scale still contained in ``grad`` (a 0-d tensor for fused optimizers).
         """
 
     def adjust_weight_(self, weight: Tensor, mask: Tensor, lr: float) -> None:
         """Change the weight in place after the optimizer's update; few methods need this.
 
-        Called in phases whose J is dW, with the mask from before the update, bool or packed.
+        Called in phases whose J is dW, with the mask from before the update, as in
+        :meth:`adjust_gradient_`.
         """
 
     def build_optimizer(self, groups: list[dict[str, Any]], options: Any) -> Optimizer | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sparsepretrain.kernels import pack_rows, packed_flip_count
+from sparsepretrain.kernels import pack_rows, packed_flip_count, unpacked
 from sparsepretrain.optim._initialization import creates_state, forget_step
 from sparsepretrain.sparsity import attachments
 from sparsepretrain.sparsity.layers import SparseLayer
@@ -85,8 +85,9 @@ class Steps:
             weight, grad = own.rows.local(layer.weight), own.rows.gradient(layer.weight)
             if grad is None:
                 continue
-            # May be packed: unpacking is a launch per layer and moves 2 bytes per weight.
             mask = own.present_mask(weight)
+            if not method.reads_packed_masks:
+                mask = unpacked(mask, weight.shape)
             if not on_gradient:  # weights change after the update, under the mask from before it
                 self._held[name] = mask
                 continue

@@ -15,6 +15,7 @@ from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import unpack_rows, unpacked
 from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.method import Method
+from sparsepretrain.sparsity.methods.srste import SRSTE
 
 
 @pytest.mark.parametrize("micro", [1, 2, 8])
@@ -76,6 +77,20 @@ def test_methods_adjust_under_the_packed_mask_as_under_the_bool_one(method, opti
     assert seen == [torch.uint8] * 6, "layers × steps"
     assert_equal_bits(packed, run(True))
     assert seen[6:] == [torch.bool] * 6
+
+
+@pytest.mark.parametrize("reads_packed", [False, True])
+def test_a_method_sees_bool_masks_unless_it_reads_packed_ones(reads_packed, monkeypatch):
+    seen = []
+    monkeypatch.setattr(SRSTE, "reads_packed_masks", reads_packed)
+    monkeypatch.setattr(SRSTE, "adjust_gradient_", lambda self, *given: seen.append(given[2]))
+    model, optimizer, sparsifier = build("srste", {}, dtype=torch.float32)
+    sparsifier.store_operands(torch.float32)
+    train(model, optimizer, 0, 1)
+    expected = [torch.uint8 if reads_packed else torch.bool] * len(sparsifier.layers)
+    assert [mask.dtype for mask in seen] == expected
+    if not reads_packed:
+        assert seen[0].shape == model.fc1.weight.shape
 
 
 def test_decay_is_excluded_from_clipping_and_norm():

@@ -23,6 +23,8 @@ class ASPOptions(MethodOptions):
 class StoredMask(Method):
     """A = M∘W with a mask that the layer keeps, packed; what it drops receives no gradient."""
 
+    reads_packed_masks = True
+
     def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
         return {"mask": kernels.pack_rows(weight.new_zeros(weight.shape).bool())}
 

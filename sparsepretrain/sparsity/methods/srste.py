@@ -30,6 +30,7 @@ class MaskedDecay(Method):
     """
 
     options: Any  # with `decay`, and in some methods `decay_ramp`
+    reads_packed_masks = True
 
     def __init__(self, options: MethodOptions, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
