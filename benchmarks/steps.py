@@ -50,7 +50,7 @@ from sparsepretrain.training.tracing import step_cost
 
 OFFLINE = {
     "causal_lm": ("data=python_source", "task.documents=false"),
-    "masked_lm": ("data=python_source", "data.tokenizer=wordpiece"),
+    "masked_lm": ("data=python_source",),
     "translation": ("data=cldr_ende",),
     "image_classification": ("data=digits",),
 }
@@ -164,7 +164,12 @@ class Bench:
         self.given, self.begun = given, time.monotonic()
         self.cuda = torch.cuda.is_available()
         self.device = torch.device("cuda:0") if self.cuda else CPU
-        self.run = self.compose(["sparsity=dense"])
+        recipe = validate(compose(self.words([]), []))
+        self.shared = [*OFFLINE.get(recipe.task.name, ()), *given.set]
+        self.recipe = validate(compose([*self.words([]), *self.shared], []))
+        micro = self.recipe.batch.micro
+        self.sizes = [f"batch.micro={micro}", f"batch.size={micro * given.micro_batches}"]
+        self.run = validate(compose(self.overrides(["sparsity=dense"]), []))
         self.task = build_task(self.run)
         cost = step_cost(self.run, self.task, build_model(self.task, META))
         self.flops, self.items = cost.flops, cost.items
@@ -173,10 +178,9 @@ class Bench:
         self.cases: dict[str, Case] = {}
         self.ready: dict[str, Variant] = {}
         self.times: dict[str, list[tuple[float, float]]] = {}
-        words = sys.argv[1:]
-        self.head = header("steps", words, given.quick)
+        self.head = header("steps", sys.argv[1:], given.quick)
         self.head["recipe"] = {
-            "model": self.run.model.name,
+            "model": given.model,
             "overrides": given.set,
             "micro_batches": given.micro_batches,
             "batch.micro": self.run.batch.micro,
@@ -194,15 +198,9 @@ class Bench:
         quiet = ("eval.batches=0", "log.every=1000000", "log.layers_every=0", "tracker=jsonl")
         return [f"model={self.given.model}", "precision=bf16", *more, *quiet]
 
-    def compose(self, more: Sequence[str]) -> Run:
-        """Return the checked configuration of a run of the recipe."""
-        first = validate(compose(self.words(more), []))
-        self.offline = OFFLINE.get(first.task.name, ())
-        words = [*self.words(more), *self.offline, *self.given.set]
-        micro = validate(compose(words, [])).batch.micro
-        size = micro * self.given.micro_batches
-        self.sizes = [f"batch.micro={micro}", f"batch.size={size}"]
-        return validate(compose([*words, *self.sizes], []))
+    def overrides(self, more: Sequence[str]) -> list[str]:
+        """Return the overrides of a variant: those of :meth:`words`, data and sizes of all."""
+        return [*self.words(more), *self.shared, *self.sizes]
 
     def build(self, label: str) -> Variant:
         """Build a variant from its label."""
@@ -211,9 +209,11 @@ class Bench:
         method, colon, backend = label.partition(":")
         name, *options = method.split("+")
         words = [f"sparsity={name}", *(f"sparsity.{option}" for option in options)]
-        words += [f"backend={backend}"] * bool(colon) + ["compile=blocks"] * self.cuda
-        overrides = [*self.words(words), *self.offline, *self.given.set, *self.sizes]
-        return Trainer(overrides, self.batches)
+        if colon:
+            words.append(f"backend={backend}")
+        if self.cuda:  # a rehearsal would compile for minutes
+            words.append("compile=blocks")
+        return Trainer(self.overrides(words), self.batches)
 
     def add(self, label: str) -> None:
         """Build a variant and let it take its first steps, which compile; a failure is a case."""
@@ -292,14 +292,14 @@ class Bench:
             seconds = statistics.median(total for total, _ in taken)
             host = statistics.median(launched / total for total, launched in taken)
             rate = self.items / seconds
-            run_items = self.items * self.full_steps
+            full_steps = self.recipe.steps * self.recipe.batch.size / self.run.batch.size
             case.value = 1e3 * seconds
             case.detail |= {
                 "rounds": len(taken),
                 "ms_per_micro_batch": 1e3 * seconds / micros,
                 f"{self.task.unit}_per_second": rate,
                 "host_share": host,
-                "hours_of_the_recipe": run_items / rate / 3600,
+                "hours_of_the_recipe": full_steps * seconds / 3600,
             }
             if self.peak is not None:
                 case.detail["mfu_dense"] = self.flops / seconds / self.peak
@@ -310,18 +310,12 @@ class Bench:
                     case.detail[f"over_{other}"] = statistics.median(found)
         write_results(self.given.out, self.head, list(self.cases.values()))
 
-    @property
-    def full_steps(self) -> float:
-        """Steps of the whole recipe, in units of the timed step."""
-        recipe = validate(compose([*self.words([]), *self.offline, *self.given.set], []))
-        return recipe.steps * recipe.batch.size / self.run.batch.size
-
     def table(self) -> str:
         """Return a line per variant."""
         run, given = self.run, self.given
         shape = f"{given.micro_batches} micro-batches of {run.batch.micro} {self.task.sample}"
         unit = self.task.unit
-        lines = [f"{run.model.name} {' '.join(given.set)}: {shape} a step, bf16"]
+        lines = [f"{given.model} {' '.join(given.set)}: {shape} a step, bf16"]
         for label, case in self.cases.items():
             found = case.detail
             if case.value is None:
