@@ -9,10 +9,12 @@ EDITABLE := $(VENV)/.editable
 DEV := $(VENV)/.editable-dev
 INSTALLED := $(if $(wildcard $(DEV)),$(DEV),$(EDITABLE))
 VERSIONS ?= .versions
-# Two busy OpenMP threads per test process on a small machine are slower than one.
-TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+MINUTES ?= 20
+# Two busy OpenMP threads per test process on a small machine are slower than one. The order of sets
+# is the same in every run, as drawn cases are (tests/conftest.py).
+TEST := OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(BIN)/python -m pytest
 
-.PHONY: train test lint test-fast test-triton test-kernels-offline test-without-gpu test-versions \
+.PHONY: train test lint test-fast test-explore test-triton test-kernels-offline test-without-gpu test-versions \
 	test-fault test-dist test-slow rehearse-gpu reliability golden bench docs clean
 
 train: $(INSTALLED)
@@ -55,6 +57,10 @@ test-versions: $(DEV)
 # the program of docs/gpu.md as a bare GPU machine would run it (5 GB in VERSIONS)
 rehearse-gpu: $(DEV)
 	VERSIONS=$(VERSIONS) scripts/gpu/rehearse.sh
+
+# property tests with new cases for MINUTES; prints the seed of every round
+test-explore: $(DEV)
+	PYTHON=$(BIN)/python MINUTES=$(MINUTES) scripts/test_explore.sh
 
 test-fault: $(DEV)
 	$(TEST) -m fault

@@ -30,9 +30,9 @@ PACKED = ("A", "B", "P", "U")
 TOKENS = 512
 """Sparse products pad their tokens with zeros to a multiple of this.
 
-Each size of a product is checked once and searched for its fastest algorithm, which takes tenths of
-a second. With padding, token counts that change from batch to batch (translation, fine-tuning)
-share a few sizes. At 16k tokens padding costs at most 3 % of a product, which ``auto`` includes in
+Each new size of a matmul is checked against fp64 once, which takes a few milliseconds of training.
+With padding, token counts that change from batch to batch (translation, fine-tuning) share a few
+sizes. At 16k tokens padding costs at most 3 % of a product, which ``auto`` includes in
 its timing. 512 is a multiple of every size in :data:`LIMITS`. Widths are padded to those alone.
 """
 

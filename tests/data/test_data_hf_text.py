@@ -114,10 +114,8 @@ def test_validation_fraction_leaves_the_test_split(options, tmp_path):
 
 
 def test_unprepared_data_names_command_and_alternative(options):
-    begin = time.perf_counter()
     with pytest.raises(DataError) as caught:
         load(options("openwebtext"))
-    assert time.perf_counter() - begin < 1
     for words in ("`sparsepretrain prepare data=openwebtext`", "55 GB", "data=python_source"):
         assert words in str(caught.value)
     assert caught.value.exit_code == 3
@@ -128,7 +126,7 @@ def test_preparing_without_network_fails_at_once(options, cache, config):
     begin = time.perf_counter()
     with pytest.raises(DataError) as caught:
         prepare(options(config))
-    assert time.perf_counter() - begin < 5
+    assert time.perf_counter() - begin < 60  # 0.1 s here; retries take minutes
     message = str(caught.value)
     assert message.startswith(f"{config} needs the network: ") and "\n" not in message
     assert "data=python_source" in message

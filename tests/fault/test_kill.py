@@ -38,7 +38,7 @@ def forks(tmp_path_factory):
     forks = Forks(tmp_path_factory.mktemp("cache"))
     yield forks
     forks.process.stdin.close()
-    forks.process.wait(timeout=30)
+    forks.process.wait(timeout=120)
 
 
 LONG = ("steps=30", "checkpoint.every=4", "eval.every=7", "batch.micro=2")
@@ -239,7 +239,7 @@ def test_signal_to_the_command(tiny, number):
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(timeout=seconds)
         process.send_signal(number)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=240)
         expected = {signal.SIGTERM: (143, -15), signal.SIGINT: (130,)}[number]
         assert process.returncode in expected, (seconds, err)
         assert "Traceback" not in err

@@ -71,7 +71,7 @@ def many_blocks(**strategies):
     def decorate(test):
         drawn = given(seed=st.integers(0, 2**32 - 1), **strategies)(test)
         # thousands of blocks would shrink for minutes, and a failure names its first block anyway
-        phases = (Phase.reuse, Phase.generate)
+        phases = (Phase.explicit, Phase.generate)
         return settings(max_examples=CALLS, deadline=None, print_blob=True, phases=phases)(drawn)
 
     return decorate

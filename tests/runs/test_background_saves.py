@@ -29,7 +29,7 @@ class Gate:
 
         def held(*args, **kwargs):
             self.entered.set()
-            assert self.opened.wait(20)
+            assert self.opened.wait(120)
             return original(*args, **kwargs)
 
         monkeypatch.setattr(checkpoint, "save", held)
@@ -184,7 +184,7 @@ def test_a_guard_stop_waits_for_the_save(tiny, monkeypatch, fails):
 
     def diverging(t):
         if t.step == 3:
-            assert gate.entered.wait(20)
+            assert gate.entered.wait(120)
             threading.Timer(0.05, gate.opened.set).start()
             with torch.no_grad():
                 next(t.model.parameters()).fill_(float("nan"))

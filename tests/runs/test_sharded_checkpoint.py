@@ -28,9 +28,9 @@ class Thread(Ranks):
 
     def gather(self, value):
         self._shared[self.rank] = value
-        self._barrier.wait(20)
+        self._barrier.wait(120)
         found = list(self._shared)
-        self._barrier.wait(20)
+        self._barrier.wait(120)
         return found
 
 

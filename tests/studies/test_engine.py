@@ -236,7 +236,7 @@ def test_children_save_and_end_with_the_command(tiny: Tiny, number: int) -> None
         process.kill()
     else:
         os.killpg(process.pid, number)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == {2: 130, 15: 143, 9: -9}[number], output
     while not list(record.parent.glob("checkpoints/step_*")) and time.monotonic() < deadline:
         time.sleep(0.1)

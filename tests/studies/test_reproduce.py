@@ -269,7 +269,7 @@ def test_interrupted_and_continued_from_the_shell(tables, verb, within):
         time.sleep(0.01)
         found = list((tables.tiny.root / "runs/small").glob(f"*/*/{awaited}"))
     os.killpg(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=240)
     assert process.returncode == 130, output + errors
     assert errors == "sparsepretrain: stopped: the same command continues where this one stopped\n"
     assert output.splitlines()[-1].startswith("sparsepretrain report ")
