@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Rehearse the calls of scripts/gpu/run.py as a bare GPU machine would run them, without a GPU:
 #
-#   scripts/gpu/rehearse.sh [CALL …]        all three: 10 minutes on two cores (make rehearse-gpu)
+#   scripts/gpu/rehearse.sh [CALL …]        all three: 5 minutes on two cores (make rehearse-gpu)
 #
 # An environment of its own with torch 2.11 and its Triton, without Hydra, W&B and datasets; a copy
 # of the committed files without .git; no network; nothing installed. Checks that a call whose stage
