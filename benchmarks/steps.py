@@ -37,6 +37,7 @@ from linear import timed_methods
 from sparsepretrain import registry
 from sparsepretrain.config import compose, validate
 from sparsepretrain.config.schema import Run
+from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels.timing import Series
 from sparsepretrain.sparsity.method import Method
 from sparsepretrain.sparsity.sparse24 import PACKED
@@ -419,9 +420,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.quick:
         given.rounds = min(given.rounds, 2)
     if not torch.cuda.is_available():
-        print("no CUDA GPU: a tiny model only", flush=True)
+        print(f"no CUDA GPU: a tiny gpt2_nano instead of {given.model}", flush=True)
         given.model, given.set = "gpt2_nano", list(TINY)
-    bench = Bench(given)
+    try:
+        bench = Bench(given)
+    except ConfigError as error:
+        print(f"steps.py: {error}", file=sys.stderr)
+        return ConfigError.exit_code
     labels = list(filter(None, given.variants.split(","))) or every_variant()
     try:
         with attention(given.attention):

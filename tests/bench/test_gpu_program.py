@@ -42,7 +42,7 @@ def writes(*cases, code=0, seconds=60):
 @pytest.fixture
 def call(tmp_path, monkeypatch):
     """``call(stages, **options)``: a call that has run, its exit code and the archive's texts."""
-    monkeypatch.setattr(program.Call, "describe", lambda self: {"unknown": "not asked"})
+    monkeypatch.setattr(program.Call, "describe", lambda self: {"unknown": "a test", "gpu": {}})
     monkeypatch.setattr(program, "SHORTEST", 1)
     monkeypatch.setattr(program, "RESERVE", 0)
     monkeypatch.setattr(program, "GRACE", 1)
@@ -157,7 +157,7 @@ RUN = """
 import sys
 sys.path.insert(0, {scripts!r})
 import run
-run.Call.describe = lambda self: {{}}
+run.Call.describe = lambda self: {{"gpu": {{}}}}
 run.prepared = lambda work: dict(__import__("os").environ)
 quick = run.Stage(60, ("-c", "pass"), kind="text")
 slow = run.Stage(60, ("-c", "import time; time.sleep(60)"), kind="text")
@@ -202,7 +202,21 @@ def test_a_missing_package_is_named_before_a_stage_begins(tmp_path, monkeypatch)
     monkeypatch.setattr(program, "CARRIED", tmp_path / "nothing")
     with pytest.raises(SystemExit, match=r"has no hydra.*prepare\.sh"):
         program.main(["facts", "--out", str(tmp_path / "out")])
-    assert not any((tmp_path / "out").iterdir())
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".part"]
+
+
+def test_a_machine_without_a_gpu_is_told_so_at_once(call, monkeypatch, capsys):
+    monkeypatch.setattr(program.Call, "describe", lambda self: {"unknown": "a test", "gpu": None})
+    made, code, files = call({"a": python("pass")})
+    assert code == 1 and made.outcomes["a"].status == "not begun"
+    assert "no CUDA GPU" in capsys.readouterr().out and "missing: a" in files["summary.txt"]
+    monkeypatch.undo()
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    done = run("facts", "--out", str(tmp_path / "file"))
+    assert done.returncode == 2 and "--out" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_every_call_and_script_exists():

@@ -69,6 +69,12 @@ def test_results_of_finished_variants_survive_a_crash(table, tmp_path, monkeypat
     assert [case["name"] for case in cases] == ["dense"] and cases[0]["value"] > 0
 
 
+def test_a_recipe_that_does_not_exist_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(steps, "TINY", ("batch.mikro=2",))
+    assert steps.main(["--variants", "dense"]) == 2
+    assert "batch.mikro" in capsys.readouterr().err
+
+
 def test_variants_beyond_the_budget_are_named(table):
     _, found, _ = table("--variants", "dense,ste", "--budget", "1e-3")
     assert all(case["status"].startswith("skipped") for case in found["cases"])
