@@ -50,7 +50,7 @@ def test_a_full_disk_stops_all_processes(tiny, parallel):
     """At the next step, though only the first process writes; then the run goes on."""
     plugin = tiny.root / "full_disk.py"
     plugin.write_text(FULL_DISK)
-    words = (f"parallel={parallel}", "parallel.nproc=2", "parallel.timeout=20", BACKGROUND)
+    words = (f"parallel={parallel}", "parallel.nproc=2", "parallel.timeout=120", BACKGROUND)
     words = (*words, "steps=60", "checkpoint.every=5", "eval.every=0")
     own = f"plugins=['{FAULT}','{plugin}']"
     code, out, errors = end(start(tiny, *words, own))
