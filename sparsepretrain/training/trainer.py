@@ -17,6 +17,7 @@ from sparsepretrain.config import freeze
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import SparsePretrainError, own_warnings
 from sparsepretrain.kernels import pack_24
+from sparsepretrain.kernels.cusparselt.packed24 import regression
 from sparsepretrain.runs import checkpoint, weights
 from sparsepretrain.runs.checkpoint import ALONE
 from sparsepretrain.runs.directory import RunDirectory
@@ -219,7 +220,10 @@ def _announce(t: Session, directory: RunDirectory, console: Console) -> None:
     )
     if t.run.backend != "emulate":
         console.info(coverage.chosen)
-    for note in (plan.warmup_note(t.run), tf32_note(t.run.precision, t.device)):
+    notes = [plan.warmup_note(t.run), tf32_note(t.run.precision, t.device)]
+    if t.run.backend != "emulate":
+        notes.append(regression(t.device))
+    for note in notes:
         if note:
             console.info(f"note: {note}")
 

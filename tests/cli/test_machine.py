@@ -17,6 +17,12 @@ def test_devices_have_a_data_sheet(monkeypatch):
     assert rows["cuda:0"].startswith("NVIDIA H200, compute capability 9.0, 141 GiB; 989.4 dense")
 
 
+def test_a_slow_version_of_cusparselt_is_named(monkeypatch):
+    line = "cuSPARSELt 0.8.0 is slower on H100: pip install it"
+    monkeypatch.setattr(_machine, "regression", lambda device: line)
+    assert dict(_machine.machine())["cuSPARSELt"] == "0.8.0 is slower on H100: pip install it"
+
+
 def test_doctor_on_a_machine_without_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)

@@ -12,7 +12,7 @@ from sparsepretrain.kernels.cusparselt import packed24 as library
 from sparsepretrain.sparsity import backend as backends
 from sparsepretrain.sparsity import coverage, sparse24
 from sparsepretrain.sparsity.products import DENSE
-from sparsepretrain.training import loop
+from sparsepretrain.training import loop, trainer
 
 
 @pytest.fixture
@@ -45,6 +45,13 @@ def test_backend_on_a_machine_without_sparse_matmuls(tiny, capsys):
     assert auto.code == 0 and line in auto.output.splitlines()
     assert environment(auto)["backend"] == {"name": "auto", "chosen": line, "products": []}
     assert auto.directory == tiny.directory("precision=bf16", "backend=emulate", "steps=2")
+
+
+def test_a_run_names_a_slow_version_once_if_its_matmuls_may_be_sparse(tiny, monkeypatch):
+    monkeypatch.setattr(trainer, "regression", lambda device: "cuSPARSELt 0.8.0 is slower")
+    for backend, times in (("auto", 1), ("emulate", 0)):
+        words = ("precision=bf16", "steps=1", f"backend={backend}", f"name={backend}")
+        assert tiny.train(*words).output.count("note: cuSPARSELt 0.8.0 is slower") == times
 
 
 def test_precision_without_sparse_matmuls_is_refused(tiny, supported, capsys):

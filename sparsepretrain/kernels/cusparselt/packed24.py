@@ -62,6 +62,15 @@ class Problem(NamedTuple):
     bias: bool
 
 
+REGRESSIONS = {
+    "0.8.0": "is slower on H100 and L4 than versions before and after it (release notes of 0.8.1): "
+    "pip install 'nvidia-cusparselt-cu13>=0.8.1'"
+}
+"""Version -> what is slow in it, and the remedy: `auto` would emulate and not name the cause.
+Wrong algorithms have no entry: a test before use finds them."""
+REGRESSED = ((9, 0), (8, 9))
+"""Compute capabilities of H100 and L4."""
+
 _decided: dict[Problem, Algorithm] = {}
 """Algorithms that this process uses."""
 _searches = ContextVar("_searches", default=False)
@@ -87,6 +96,15 @@ def version() -> str:
     if any(codes):
         return f"{number // 1000}.{number // 100 % 10}.{number % 100} (built with)"
     return ".".join(str(part.value) for part in parts)
+
+
+def regression(device: torch.device) -> str | None:
+    """Return a line about a loaded version that is known to be slow on ``device``, or None."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) not in REGRESSED:
+        return None
+    number, _, _ = version().partition(" ")
+    why = REGRESSIONS.get(number)
+    return None if why is None else f"cuSPARSELt {number} {why}"
 
 
 @functools.cache
