@@ -42,6 +42,9 @@ exit codes:
   5 diverged, 130 interrupted, 143 preempted after a save
 """
 
+ORDER = ("train", "finetune", "eval", "export", "reproduce", "sweep", "report", "prepare")
+"""Verbs in the order in which people need them; others follow by name."""
+
 WORKER = "__worker"
 """Hidden verb of processes started by ``sparsepretrain.training.launch``."""
 
@@ -58,6 +61,8 @@ class Parser(argparse.ArgumentParser):
         flags = [flag for action in self._actions for flag in action.option_strings]
         for word in argv:
             flag = word.partition("=")[0]
+            if word in ("-m", "--multirun") and word not in flags:
+                raise UsageError(f"{word!r}: `sparsepretrain sweep KEY=A,B` trains several runs")
             if word.startswith("--") and flag != "--" and flag not in flags:
                 raise UsageError(f"unknown flag {flag!r}{registry.suggestion(flag, flags)}")
         return self.parse_intermixed_args(argv)
@@ -170,7 +175,8 @@ def _load_plugins(words: list[str]) -> list[str]:
 
 
 def _help() -> str:
-    found = {name: _verb(name) for name in registry.names("verb")}
+    names = sorted(registry.names("verb"), key=lambda name: (*ORDER, name).index(name))
+    found = {name: _verb(name) for name in names}
     width = max(map(len, found)) + 2
     lines = [f"  {name:<{width}}{verb.summary}" for name, verb in found.items()]
     return HELP.format(verbs="\n".join(lines))

@@ -88,7 +88,10 @@ def read(overrides: Iterable[str] = (), config_dirs: Sequence[Path] = ()) -> Ove
         ):
             problem = f"{text!r}: Hydra's own syntax and settings are not supported; leave it out"
         elif override.is_sweep_override():
-            problem = f"{text!r} asks for several runs; give one value (lists: {key}=[a,b])"
+            problem = (
+                f"{text!r} asks for several runs: `sparsepretrain sweep` trains them; give one "
+                f"value here (lists: {key}=[a,b])"
+            )
         elif key in groups:
             problem = _choose(parsed, key, override.value(), list(groups[key]))
         elif "/" in key:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import fcntl
 import json
 import os
@@ -289,6 +290,22 @@ class RunDirectory:
         return f"{self} is {state}: nothing to do"
 
 
+def similar_directory(path: Path) -> str:
+    """Return `` (did you mean …?)`` for a path that does not exist, or "" if no name is close.
+
+    The first part of ``path`` that is missing is compared with the directories beside it.
+    """
+    missing = path
+    while not missing.parent.is_dir() and missing.parent != missing:
+        missing = missing.parent
+    try:
+        names = [entry.name for entry in missing.parent.iterdir() if entry.is_dir()]
+    except OSError:  # a directory that this user may not list
+        return ""
+    near = difflib.get_close_matches(missing.name, sorted(names), n=1, cutoff=0.7)
+    return f" (did you mean {str(missing.parent / near[0])!r}?)" if near else ""
+
+
 def find_runs(paths: Sequence[Path]) -> list[RunDirectory]:
     """Return the distinct run directories at or below ``paths``; warn of other paths."""
     found: dict[RunDirectory, None] = {}
@@ -300,7 +317,8 @@ def find_runs(paths: Sequence[Path]) -> list[RunDirectory]:
             found_below = [RunDirectory(file.parent) for file in sorted(path.rglob(name))]
             below = [run for run in found_below if not SET_ASIDE.search(run.path.name)]
         if not path.is_dir():
-            problems.append(f"{path} is not a directory: give the directory of a run")
+            hint = "" if path.exists() else similar_directory(path)
+            problems.append(f"{path} is not a directory{hint}: give the directory of a run")
         elif not below:
             problems.append(f"{path} has no {name}, nor has a directory below it")
         for run in below:

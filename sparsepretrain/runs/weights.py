@@ -10,7 +10,7 @@ from typing import Any
 from sparsepretrain.errors import CheckpointError, reason
 from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.checkpoint import Checkpoint
-from sparsepretrain.runs.directory import RunDirectory
+from sparsepretrain.runs.directory import RunDirectory, similar_directory
 
 EVALUATED = ("model", "ema")
 """Checkpoint parts that an evaluation may read."""
@@ -70,7 +70,8 @@ def find(path: str | Path, warn: Callable[[str], None] = lambda line: None) -> W
         name = str(path)
         local = name.startswith((".", "/", "~")) or name.count("/") > 1 or name[:5] == "runs/"
         if local or ("/" in name and directory.parent.is_dir()):
-            raise CheckpointError(f"{name}: there is no such directory")
+            hint = similar_directory(directory)
+            raise CheckpointError(f"{name}: there is no such directory{hint}")
         _require_on_hub(name)
         return WeightSource(name)
     return WeightSource(found.path, found, found.config())

@@ -140,7 +140,7 @@ def grammar() -> list[tuple[list[str], list[str]]]:
         (["optim.betas[0]=1"], ["'optim.betas[0]=1'"]),
         (["optim..lr=1"], ["'optim..lr=1'"]),
         (["name='open"], ["name='open"]),
-        (["seed=1,2"], ["seed", "several runs"]),
+        (["seed=1,2"], ["seed", "several runs", "sparsepretrain sweep"]),
         (["sparsity=ste,sste"], ["sparsity", "several runs"]),
         (["seed=range(1,3)"], ["seed", "several runs"]),
         (["seed=choice(1,2)"], ["seed", "several runs"]),

@@ -31,6 +31,16 @@ def test_help_lists_verbs(argv, code, capsys):
     out = capsys.readouterr().out
     assert all(f"  {verb} " in out for verb in VERBS)
     assert max(map(len, out.splitlines())) <= 100
+    listed = [
+        line.split()[0] for line in out.partition("\n\n  ")[2].partition("\n\n")[0].split("\n")
+    ]
+    assert listed[:4] == ["train", "finetune", "eval", "export"] and sorted(listed) == sorted(VERBS)
+
+
+@pytest.mark.parametrize("flag", ["-m", "--multirun"])
+def test_the_flags_of_many_runs_name_the_command_that_trains_them(flag, capsys):
+    assert cli.main(["train", flag, "seed=0,1"]) == 2
+    assert "sparsepretrain sweep" in capsys.readouterr().err
 
 
 def test_every_verb_has_help(capsys):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsepretrain.errors import SparsePretrainWarning
+from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.runs.directory import RunDirectory, find_runs
 
 
@@ -38,3 +38,15 @@ def test_runs_set_aside_are_found_only_alone(tmp_path):
         assert find_runs([run, old]) == [RunDirectory(run)]
     assert find_runs([tmp_path]) == [RunDirectory(run)]
     assert find_runs([old]) == [RunDirectory(old)]
+
+
+def test_a_mistyped_directory_is_answered_with_a_similar_one(tmp_path, monkeypatch):
+    (tmp_path / "runs" / "gpt2_nano").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"\(did you mean 'runs/gpt2_nano'\?\)"):
+        find_runs([Path("runs/gpt2_nan")])
+    with pytest.raises(ConfigError, match=r"\(did you mean 'runs'\?\)"):
+        find_runs([Path("rusn/gpt2_nano/1a2b3c4d-s0")])
+    with pytest.raises(ConfigError) as caught:
+        find_runs([Path("elsewhere")])
+    assert "did you mean" not in str(caught.value)

@@ -71,6 +71,16 @@ def test_mistyped_run_is_refused_without_asking_the_hub(tmp_path, monkeypatch):
         with pytest.raises(CheckpointError) as caught:
             weights.find(name)
         assert why in str(caught.value) and "hub" not in str(caught.value)
+    for name, meant in {
+        "runs/default/1a2b3c4d-s1": "runs/default/1a2b3c4d-s0",
+        "runs/defalt/1a2b3c4d-s0": "runs/default",
+        f"{run}/checkpoints/step_00000002": f"{run}/checkpoints/step_00000020",
+        "runs/x": None,
+    }.items():
+        with pytest.raises(CheckpointError) as caught:
+            weights.find(name)
+        hint = f"(did you mean {meant!r}?)"
+        assert hint in str(caught.value) if meant else "did you mean" not in str(caught.value)
     monkeypatch.setattr(hub, "_reachable", lambda: False)
     with pytest.raises(CheckpointError, match=r"^gpt2x: .*hub"):
         weights.find("gpt2x")
