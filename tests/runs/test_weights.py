@@ -73,7 +73,7 @@ def test_mistyped_run_is_refused_without_asking_the_hub(tmp_path, monkeypatch):
         assert why in str(caught.value) and "hub" not in str(caught.value)
     for name, meant in {
         "runs/default/1a2b3c4d-s1": "runs/default/1a2b3c4d-s0",
-        "runs/defalt/1a2b3c4d-s0": "runs/default",
+        "runs/xdefault/1a2b3c4d-s0": "runs/default",
         f"{run}/checkpoints/step_00000002": f"{run}/checkpoints/step_00000020",
         "runs/x": None,
     }.items():
