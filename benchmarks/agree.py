@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from harness import Case, Options, Work, main
+from smoke import TINY
 from sparsepretrain.training.loop import train_step
 from steps import training
 
@@ -24,8 +25,6 @@ MODES = {"fp32": (), "bf16": ("precision=bf16",)}
 BF16 = 30.0
 """Factor of that difference in bf16, which has 16 bits fewer than fp32."""
 STEPS = 15
-TINY = ("model.n_layer=1", "batch.size=2", "batch.micro=2", "task.sequence_length=16")
-"""Overrides without a GPU, where the CPU is compared with itself."""
 
 
 def works(options: Options) -> dict[str, Work]:
@@ -61,6 +60,7 @@ def on_cpu(method: str, steps: int) -> list[float]:
 
 def losses(steps: int, *words: str) -> list[float]:
     """Return the losses of the first steps of the default run."""
+    # without a GPU the CPU is compared with itself
     tiny: Sequence[str] = () if torch.cuda.is_available() else TINY
     session = training([*words, *tiny, "eval.batches=0", "log.every=1"])
     try:

@@ -15,7 +15,18 @@ from typing import Any
 
 import torch
 
-from harness import CPU, CUDA, TOLERANCE, Case, Options, Work, difference, interleave, main
+from harness import (
+    CPU,
+    CUDA,
+    TOLERANCE,
+    Case,
+    Options,
+    Work,
+    difference,
+    interleave,
+    main,
+    needs_gpu,
+)
 from sparsepretrain.kernels import compress_24, matmul_24, nm_prune
 from sparsepretrain.kernels.cusparselt.packed24 import searching
 
@@ -36,13 +47,8 @@ def works(options: Options) -> dict[str, Work]:
     found: dict[str, Work] = {"copy": partial(copy, device, COPY if cuda else 1 << 20)}
     found |= {f"matmul {n}": partial(matmul, device, n) for n in sides}
     found["launch"] = partial(launch, device)
-    found["2:4 matmul"] = partial(sparse, device) if cuda else partial(skipped, "2:4 matmul")
+    found["2:4 matmul"] = partial(sparse, device) if cuda else partial(needs_gpu, "2:4 matmul")
     return found
-
-
-def skipped(name: str) -> list[Case]:
-    """Return a case that needs a GPU."""
-    return [Case(name=name, status="skipped: needs a CUDA GPU")]
 
 
 def seconds(call: Callable[[], Any], device: torch.device) -> float:

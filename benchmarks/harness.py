@@ -180,6 +180,11 @@ def difference(got: Any, expected: Any) -> float:
     return torch.where(same, 0.0, (a - b).abs() / largest).max().item()
 
 
+def needs_gpu(name: str) -> list[Case]:
+    """Return the case of a work that a machine without a GPU cannot do."""
+    return [Case(name=name, status="skipped: needs a CUDA GPU")]
+
+
 def reason(error: Exception) -> str:
     """Return an error in one line."""
     return " ".join(str(error).split())[:160] or type(error).__name__

@@ -55,7 +55,7 @@ OFFLINE = {
     "translation": ("data=cldr_ende",),
     "image_classification": ("data=digits",),
 }
-"""Task -> overrides for data that need no download. Language models are given random tokens."""
+"""Task -> overrides for data that need no download. Causal language models get random tokens."""
 TINY = ("model.n_layer=1", "task.sequence_length=16", "batch.micro=2")
 """Overrides of gpt2_nano, which is timed without a GPU whatever ``--model`` and ``--set`` say."""
 PLAIN = "plain"
@@ -94,8 +94,7 @@ class Trainer(Variant):
 
     def __init__(self, overrides: Sequence[str], batches: list[Batch] | None) -> None:
         self.session = training(overrides)
-        self.batches = self.session.batches.step(0) if batches is None else batches
-        shared = self.batches
+        shared = self.session.batches.step(0) if batches is None else batches
         self.session.batches.step = lambda step: shared  # type: ignore[method-assign]
         coverage = self.session.sparsifier.coverage()
         self.note = "" if coverage.backend == "emulate" else coverage.chosen
@@ -360,17 +359,19 @@ class Bench:
 def random_tokens(run: Run, task: Task, count: int) -> list[Batch] | None:
     """Return micro-batches of random tokens for a causal language model, else None.
 
-    Text in bytes would read 256 rows of the embedding; all recipes of a task read real data.
+    The offline text is bytes, which would read 256 rows of the embedding only.
     """
     if run.task.name != "causal_lm":
         return None
     random, options = torch.Generator().manual_seed(0), task.model_options
     size = (run.batch.micro, run.task.sequence_length + 1)
     rows = [torch.randint(options.vocab_size, size, generator=random) for _ in range(count)]
-    batches = [{"tokens": r[:, :-1].contiguous(), "targets": r[:, 1:].contiguous()} for r in rows]
+    batches: list[Batch] = [
+        {"tokens": row[:, :-1].contiguous(), "targets": row[:, 1:].contiguous()} for row in rows
+    ]
     if torch.cuda.is_available():
         batches = [{k: v.pin_memory() for k, v in batch.items()} for batch in batches]
-    return [dict(batch) for batch in batches]
+    return batches
 
 
 def every_variant() -> list[str]:

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from harness import CUDA, Case, Options, Work, main, reason
+from harness import CUDA, Case, Options, Work, main, needs_gpu, reason
 from kernel_cases import normal
 from sparsepretrain.kernels import nm_prune
 from sparsepretrain.kernels.cusparselt.packed24 import unsupported
@@ -38,12 +38,7 @@ def works(options: Options) -> dict[str, Work]:
         for size in SIZES[: 2 if options.quick else None]:
             work = partial(layout, torch._cslt_compress, name, *size)
             found[f"layout, {name}, {size[0]}×{size[1]}"] = work
-    return found if cuda else {name: partial(skipped, name) for name in found}
-
-
-def skipped(name: str) -> list[Case]:
-    """Return a case that needs a GPU."""
-    return [Case(name=name, status="skipped: needs a CUDA GPU")]
+    return found if cuda else {name: partial(needs_gpu, name) for name in found}
 
 
 def start_up(fp8: bool) -> list[Case]:

@@ -33,10 +33,10 @@ ROOT = Path(__file__).resolve().parents[2]
 CARRIED = ROOT / ".gpu"
 """Made by prepare.sh: wheels, a tokenizer, and the commit, since git does not travel."""
 REQUIRED = (
-    *("torch", "triton", "numpy", "scipy", "numba", "transformers", "tokenizers", "safetensors"),
-    *("hydra", "omegaconf", "yaml", "rich", "matplotlib"),
-    *("pytest", "xdist", "pytest_timeout", "hypothesis"),
-)
+    "torch", "triton", "numpy", "scipy", "numba", "transformers", "tokenizers", "safetensors",
+    "hydra", "omegaconf", "yaml", "rich", "matplotlib",
+    "pytest", "xdist", "pytest_timeout", "hypothesis",
+)  # fmt: skip
 """Modules that the stages import."""
 RESERVE = 10
 """Seconds of a call that are kept for packing."""
@@ -49,7 +49,7 @@ TAIL = 40
 SUMMARY, FAILURES, TABLES = "summary.txt", "failures.txt", "tables.txt"
 """States of all stages, ends of logs of failed stages, and of the others."""
 SIZE = 16 << 20
-"""Largest file in the archive, in bytes; larger ones are named in the summary instead."""
+"""Largest file in the archive, in bytes; larger ones stay on the machine."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ class Stage:
 
     ``command`` is what follows the Python interpreter. ``{out}`` becomes the results file of the
     stage, ``{work}`` the folder of all results, ``{budget}`` the seconds within which the last
-    measurement must begin, and ``{workers}`` the number of test processes.
+    measurement must begin, ``{tokenizer}`` the carried tokenizer, and ``{workers}`` the number of
+    test processes.
     """
 
     seconds: int
@@ -69,80 +70,71 @@ class Stage:
     """Command of a rehearsal; (): the same. Benchmarks get ``--quick`` in addition."""
 
 
-def bench(seconds: int, script: str, *words: str, only: str = "*") -> Stage:
+def bench(seconds: int, script: str, words: str = "", *, only: str = "*") -> Stage:
     """Return a stage that runs a script of benchmarks/, or those of its cases that match ``only``.
 
     A rehearsal has other, tiny cases, and runs all of them.
     """
-    command = (f"benchmarks/{script}.py", *words, "--out", "{out}", "--budget", "{budget}")
-    chosen = ("--only", only) if only != "*" else ()
-    return Stage(seconds, (*command, *chosen), rehearsed=command)
+    command = f"benchmarks/{script}.py {words} --out {{out}} --budget {{budget}}".split()
+    return Stage(seconds, [*command, "--only", only] if only != "*" else command, rehearsed=command)
 
 
 def tests(seconds: int, path: str, rehearsed: str) -> Stage:
     """Return a stage that runs tests on the device; a rehearsal interprets part of them."""
-    pytest = ("-m", "pytest", "-rs", "-p", "no:cacheprovider", "-n", "{workers}", "--maxfail", "30")
-    return Stage(seconds, (*pytest, path), kind="tests", rehearsed=(*pytest, rehearsed))
+    pytest = ["-m", "pytest", "-rs", "-p", "no:cacheprovider", "-n", "{workers}", "--maxfail", "30"]
+    return Stage(seconds, [*pytest, path], kind="tests", rehearsed=[*pytest, rehearsed])
 
 
-def steps(seconds: int, *words: str) -> Stage:
-    """Return a stage that times training steps."""
-    return bench(seconds, "steps", *words)
-
-
-THREE = ("--methods", "sste,tsrste,slope")
+AUTO = "--backend auto"
+THREE = "--methods sste,tsrste,slope"
 FFN = "FFN, training, N=[14]* n=2048 d=[24]0*"
-CURVES = ("--data", "site-packages", "--tokenizer", str(CARRIED / "tokenizer.json"))
+CURVES = "--data site-packages --tokenizer {tokenizer}"
 
 STAGES: dict[str, Stage] = {
     # call 1: does it run, and is it right?
     "facts": bench(90, "facts"),
     "smoke": bench(200, "smoke"),
     "tests": tests(150, "tests/gpu", "tests/gpu"),
-    "first": steps(100, "--variants", "dense,sste", "--rounds", "6"),
+    "first": bench(100, "steps", "--variants dense,sste --rounds 6"),
     "trust": bench(70, "trust"),
     "agree": bench(120, "agree"),
     "triton": tests(170, "tests/kernels_triton", "tests/kernels_triton/test_triton_noise.py"),
     # call 2: how fast?
-    "gpt2_124m": steps(
+    "gpt2_124m": bench(
         215,
-        *("--variants", "plain,dense,sste,srste,tsrste,slope,sste+mvue=none,ste"),
-        *("--profile", "dense,sste"),
+        "steps",
+        "--variants plain,dense,sste,srste,tsrste,slope,sste+mvue=none,ste --profile dense,sste",
     ),
-    "gpt2_124m-auto": steps(115, "--variants", "dense,sste:auto,tsrste:auto,slope:auto"),
-    "linear-auto": bench(80, "linear", *THREE, "--backend", "auto"),
-    "ffn-auto": bench(130, "blocks", "--backend", "auto", only=FFN),
+    "gpt2_124m-auto": bench(115, "steps", "--variants dense,sste:auto,tsrste:auto,slope:auto"),
+    "linear-auto": bench(80, "linear", f"{THREE} {AUTO}"),
+    "ffn-auto": bench(130, "blocks", AUTO, only=FFN),
     # call 3: does it learn?
-    "train-dense": bench(185, "curves", "--methods", "dense", *CURVES),
-    "train-sste": bench(185, "curves", "--methods", "sste", "--after", "{work}", *CURVES),
-    "train-srste": bench(185, "curves", "--methods", "srste", "--after", "{work}", *CURVES),
+    "train-dense": bench(185, "curves", f"--methods dense {CURVES}"),
+    "train-sste": bench(185, "curves", f"--methods sste --after {{work}} {CURVES}"),
+    "train-srste": bench(185, "curves", f"--methods srste --after {{work}} {CURVES}"),
     # with time left
-    "micro": steps(
-        110, "--set", "batch.micro=32", "--micro-batches", "2", "--variants", "dense,sste"
-    ),
-    "attention": steps(90, "--attention", "cudnn", "--variants", "dense"),
-    "llama_1b": steps(  # 12 of 24 layers, so that three models fit
+    "micro": bench(110, "steps", "--set batch.micro=32 --micro-batches 2 --variants dense,sste"),
+    "attention": bench(90, "steps", "--attention cudnn --variants dense"),
+    "llama_1b": bench(  # 12 of 24 layers, so that three models fit
         170,
-        *("--model", "llama_1b", "--set", "model.n_layer=12", "--rounds", "6"),
-        *("--variants", "dense,sste:auto,tsrste:auto"),
+        "steps",
+        "--model llama_1b --set model.n_layer=12 --rounds 6 --variants dense,sste:auto,tsrste:auto",
     ),
-    "llama_130m": steps(
-        150, "--model", "llama_130m", "--variants", "plain,dense,sste,srste,tsrste"
+    "llama_130m": bench(
+        150, "steps", "--model llama_130m --variants plain,dense,sste,srste,tsrste"
     ),
-    "gpt2_774m": steps(
+    "gpt2_774m": bench(
         200,
-        *("--model", "gpt2_774m", "--rounds", "6"),
-        *("--variants", "dense,sste:auto,tsrste:auto,slope:auto"),
+        "steps",
+        "--model gpt2_774m --rounds 6 --variants dense,sste:auto,tsrste:auto,slope:auto",
     ),
     "kernels": bench(300, "kernels"),
     "products": bench(200, "products"),
     "linear": bench(200, "linear"),
     "blocks": bench(300, "blocks"),
-    "blocks-auto": bench(400, "blocks", "--backend", "auto"),
-    "linear-fp8": bench(120, "linear", "--methods", "sste,tsrste", "--fp8"),
-    "linear-fp8-auto": bench(
-        150, "linear", *THREE[:1], "sste,tsrste", "--fp8", "--backend", "auto"
-    ),
+    "blocks-auto": bench(400, "blocks", AUTO),
+    "linear-fp8": bench(120, "linear", "--methods sste,tsrste --fp8"),
+    "linear-fp8-auto": bench(150, "linear", f"--methods sste,tsrste --fp8 {AUTO}"),
     "doctor": Stage(60, ("-m", "sparsepretrain", "doctor"), kind="text"),
 }
 
@@ -205,7 +197,8 @@ class Call:
                 self.run_stage(name)
                 self.pack()
         else:  # on a CPU the stages would take minutes and measure nothing
-            print("run.py: torch sees no CUDA GPU; --rehearse runs the stages without one")
+            why = self.about.get("unknown", "`python3 -m sparsepretrain doctor` says why")
+            print(f"run.py: torch sees no CUDA GPU ({why}); --rehearse runs the stages without one")
             self.pack()
         print(self.summary(), flush=True)
         return int(any(outcome.status != PASSED for outcome in self.outcomes.values()))
@@ -218,9 +211,11 @@ class Call:
             done = subprocess.run(
                 command, env=self.environment, cwd=ROOT, capture_output=True, text=True, timeout=60
             )
-            return dict(json.loads(done.stdout.splitlines()[-1]))
-        except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
-            return {"unknown": f"{type(error).__name__}: {error}"}
+            if done.returncode == 0:
+                return dict(json.loads(done.stdout.splitlines()[-1]))
+            return {"unknown": (done.stderr.splitlines() or [f"exit code {done.returncode}"])[-1]}
+        except subprocess.TimeoutExpired:
+            return {"unknown": "importing torch took more than 60 s"}
 
     def run_stage(self, name: str) -> None:
         """Run one stage within its limit and that of the call, and judge it."""
@@ -237,6 +232,7 @@ class Call:
             "out": str(results),
             "work": str(self.work),
             "budget": f"{max(limit - 25, limit * 2 / 3):.0f}",
+            "tokenizer": str(CARRIED / "tokenizer.json"),
             "workers": "2" if self.rehearsal else "8",
         }
         words = (stage.rehearsed if self.rehearsal else ()) or stage.command

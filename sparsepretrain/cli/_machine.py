@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparsepretrain.kernels import no_fp8_products
-from sparsepretrain.kernels.cusparselt.packed24 import regression, unsupported, version
+from sparsepretrain.kernels.cusparselt.packed24 import slow_version, unsupported, version
 from sparsepretrain.training.hardware import environment, known_gpu, unusable_gpu
 
 
@@ -19,7 +19,7 @@ def machine() -> list[tuple[str, str]]:
     found = environment(present_device())
     packages, hardware = found["packages"], found["hardware"]
     commit = f", commit {found['commit']}" if found["commit"] else ""
-    slow = regression(present_device())
+    slow = slow_version(present_device())
     rows = [
         ("sparsepretrain", f"{found['sparsepretrain']}{commit}"),
         ("Python", f"{found['python']}, {found['platform']}"),

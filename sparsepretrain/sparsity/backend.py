@@ -30,13 +30,7 @@ from sparsepretrain.sparsity.products import (
     Prepared,
     Products,
 )
-from sparsepretrain.sparsity.sparse24 import (
-    PACKED,
-    cannot_pack,
-    packing,
-    padding,
-    straddles,
-)
+from sparsepretrain.sparsity.sparse24 import PACKED, cannot_pack, packing, padding, straddles
 
 if TYPE_CHECKING:
     from sparsepretrain.sparsity.method import Method
@@ -113,13 +107,13 @@ class LayerSize(NamedTuple):
         """Return out_features and in_features."""
         return self.shape[1 - self.dim], self.shape[self.dim]
 
-    def convolution(self) -> str:
-        """Return the reason for which a convolution has no sparse or fp8 matmul, or ""."""
+    def no_matrix(self) -> str:
+        """Return why the weight is not a matrix, which sparse and fp8 matmuls need, or ""."""
         return "" if len(self.shape) == 2 else "a convolution"
 
     def misfit(self, multiple: int) -> str:
         """Return the reason for which the features are not multiples of this number, or ""."""
-        if why := self.convolution():
+        if why := self.no_matrix():
             return why
         sizes = zip(("out", "in"), self.features(), strict=True)
         odd = [f"{k}_features = {n}, no multiple of {multiple}" for k, n in sizes if n % multiple]
@@ -199,7 +193,7 @@ class Backend:
                 why = "{}:{}, not 2:4".format(*operand.pattern)
             elif not why:
                 product = getattr(base, MATMUL_OF[name])
-                why = cannot_pack(product) or missing or size.convolution()
+                why = cannot_pack(product) or missing or size.no_matrix()
             found[name] = why
         return found
 

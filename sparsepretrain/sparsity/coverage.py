@@ -118,7 +118,7 @@ def _in_columns(rows: list[list[str]]) -> list[str]:
 
 
 def padding_lines(found: Counter[tuple[str, str]]) -> list[str]:
-    """Return a line for each (matmul, its features with zero padding), which are counted."""
+    """Return a line for each pair of a matmul and its padded features; values count layers."""
     return [f"{matmul} of {_layers(n)}: {features}" for (matmul, features), n in found.items()]
 
 

@@ -16,8 +16,8 @@ PHASES = 4
 
 
 COMPILED_FROM = 180.0
-"""Estimated seconds of training from which ``auto`` compiles blocks: compilation takes 20–40 s, and
-compiled blocks are perhaps a third faster."""
+"""Estimated seconds of training from which ``auto`` compiles blocks. Compilation is expected to
+take 20 to 40 s: three minutes win that back if compiled blocks save a fifth of the time."""
 
 
 class Scope(NamedTuple):

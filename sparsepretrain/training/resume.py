@@ -8,7 +8,7 @@ from sparsepretrain.config import freeze
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import CheckpointError
 from sparsepretrain.runs.checkpoint import Checkpoint, newest_valid
-from sparsepretrain.runs.directory import RunDirectory
+from sparsepretrain.runs.directory import RunDirectory, similar_directory
 from sparsepretrain.tracking.console import Console
 
 FIXED = ("model.", "task.", "data.", "sparsity.", "optim.name", "seed", "batch.size")
@@ -46,7 +46,8 @@ def named_checkpoint(run: Run, console: Console) -> Checkpoint | None:
     if found is None:
         raise CheckpointError(f"resume={path}: there is no whole checkpoint in it")
     if not path.is_dir():
-        raise CheckpointError(f"resume={path}: expected auto, never or a checkpoint")
+        hint = "" if path.exists() else similar_directory(path)
+        raise CheckpointError(f"resume={path}: expected auto, never or a checkpoint{hint}")
     if (problem := found.problem()) is not None:
         raise CheckpointError(f"resume={path} is damaged ({problem}): choose another")
     differences = freeze.diff(found.config(), run)

@@ -17,7 +17,7 @@ from sparsepretrain.config import freeze
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import SparsePretrainError, own_warnings
 from sparsepretrain.kernels import pack_24
-from sparsepretrain.kernels.cusparselt.packed24 import regression
+from sparsepretrain.kernels.cusparselt.packed24 import slow_version
 from sparsepretrain.runs import checkpoint, weights
 from sparsepretrain.runs.checkpoint import ALONE
 from sparsepretrain.runs.directory import RunDirectory
@@ -222,7 +222,7 @@ def _announce(t: Session, directory: RunDirectory, console: Console) -> None:
         console.info(coverage.chosen)
     notes = [plan.warmup_note(t.run), tf32_note(t.run.precision, t.device)]
     if t.run.backend != "emulate":
-        notes.append(regression(t.device))
+        notes.append(slow_version(t.device))
     for note in notes:
         if note:
             console.info(f"note: {note}")

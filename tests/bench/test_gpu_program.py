@@ -160,7 +160,7 @@ import run
 run.Call.describe = lambda self: {{"gpu": {{}}}}
 run.prepared = lambda work: dict(__import__("os").environ)
 quick = run.Stage(60, ("-c", "pass"), kind="text")
-slow = run.Stage(60, ("-c", "import time; time.sleep(60)"), kind="text")
+slow = run.Stage(60, ("-c", "import time; time.sleep(60)", {out!r}), kind="text")
 run.STAGES.clear()
 run.STAGES.update(first=quick, second=slow, third=quick)
 sys.exit(run.main(["first", "second", "third", "--out", {out!r}]))
@@ -181,7 +181,8 @@ def test_a_killed_call_loses_the_stage_that_ran(tmp_path, number):
     summary = packed(tmp_path)["summary.txt"]
     assert "first: passed" in summary and "second: begun" in summary
     assert "third: not begun" in summary and "missing: second, third" in summary
-    subprocess.run(["pkill", "-KILL", "-f", "import time; time.sleep(60)"], check=False)
+    # the stage has a session of its own; other tests run processes that sleep too
+    subprocess.run(["pkill", "-KILL", "-f", rf"time.sleep\(60\) {tmp_path}"], check=False)
 
 
 def run(*words, **settings):
@@ -211,6 +212,12 @@ def test_a_machine_without_a_gpu_is_told_so_at_once(call, monkeypatch, capsys):
     assert code == 1 and made.outcomes["a"].status == "not begun"
     assert "no CUDA GPU" in capsys.readouterr().out and "missing: a" in files["summary.txt"]
     monkeypatch.undo()
+
+
+def test_an_import_that_fails_is_named(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}  # without benchmarks/
+    made = program.Call([], tmp_path, 60, 8, work=tmp_path, environment=environment)
+    assert made.describe() == {"unknown": "ModuleNotFoundError: No module named 'harness'"}
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):

@@ -19,7 +19,7 @@ def test_devices_have_a_data_sheet(monkeypatch):
 
 def test_a_slow_version_of_cusparselt_is_named(monkeypatch):
     line = "cuSPARSELt 0.8.0 is slower on H100: pip install it"
-    monkeypatch.setattr(_machine, "regression", lambda device: line)
+    monkeypatch.setattr(_machine, "slow_version", lambda device: line)
     assert dict(_machine.machine())["cuSPARSELt"] == "0.8.0 is slower on H100: pip install it"
 
 

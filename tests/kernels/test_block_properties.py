@@ -217,14 +217,24 @@ def check_mvue(blocks, draws, got, estimator, *, clear):
     assert not bad.any(), (rows[bad][0], numbers[bad][0], found[bad][0], want[bad][0])
 
 
-@pytest.mark.skipif(BACKEND == "triton", reason="its kernels have no fp64")
+SPANNING = {
+    torch.float64: (1.3e70, 1.1e-254, 4.9e-49, -1.8e-106),
+    torch.float32: (1.3e7, 1.1e-38, 4.9e-5, -1.8e-10),
+    torch.bfloat16: (1.3e7, 1.1e-38, 4.9e-5, -1.8e-10),
+    torch.float16: (6e4, 6e-8, 1e-3, -1e-5),
+}
+"""Groups whose second entry is positive, but underflows over the largest in fp64 and fp32: its
+interval ends where draws of 0 lie."""
+
+
+@every_dtype
 @pytest.mark.parametrize("estimator", ["approximate", "exact"])
 @pytest.mark.parametrize("draws", [(0.625, 0.0), (0.0, 0.0), (0.625, 1 - 2.0**-24)])
-def test_mvue_of_a_group_that_spans_the_exponents(estimator, draws):
-    # 1.1e-254 is positive, but underflows over the largest: its interval ends where draws of 0 lie
-    blocks = torch.tensor([[1.3e70, 1.1e-254, 4.9e-49, -1.8e-106]], dtype=torch.float64)
+def test_mvue_of_a_group_that_spans_the_exponents(dtype, estimator, draws):
+    blocks = torch.tensor([SPANNING[dtype]], dtype=dtype)
     u = torch.tensor([draws[: 2 if estimator == "approximate" else 1]], dtype=torch.float64)
-    y = kernel("mvue")(blocks.to(DEVICE), estimator=estimator, uniforms=u[:, None].to(DEVICE))
+    uniforms = u[:, None].to(DEVICE, torch.promote_types(dtype, torch.float32))
+    y = kernel("mvue")(blocks.to(DEVICE), estimator=estimator, uniforms=uniforms)
     check_mvue(blocks, u, y.cpu(), estimator, clear=False)
 
 

@@ -462,9 +462,9 @@ def test_the_version_is_that_of_the_loaded_library(number, loads, text, monkeypa
 def test_a_version_that_is_slow_on_a_device_is_named(number, capability, named, monkeypatch):
     monkeypatch.setattr(library, "version", lambda: number)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    line = library.regression(torch.device("cuda"))
+    line = library.slow_version(torch.device("cuda"))
     assert line is None if not named else "0.8.0 is slower" in line and "0.8.1" in line
-    assert library.regression(torch.device("cpu")) is None
+    assert library.slow_version(torch.device("cpu")) is None
 
 
 def test_algorithms_are_tried_by_number_where_the_search_refuses(monkeypatch):

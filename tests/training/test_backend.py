@@ -48,7 +48,7 @@ def test_backend_on_a_machine_without_sparse_matmuls(tiny, capsys):
 
 
 def test_a_run_names_a_slow_version_once_if_its_matmuls_may_be_sparse(tiny, monkeypatch):
-    monkeypatch.setattr(trainer, "regression", lambda device: "cuSPARSELt 0.8.0 is slower")
+    monkeypatch.setattr(trainer, "slow_version", lambda device: "cuSPARSELt 0.8.0 is slower")
     for backend, times in (("auto", 1), ("emulate", 0)):
         words = ("precision=bf16", "steps=1", f"backend={backend}", f"name={backend}")
         assert tiny.train(*words).output.count("note: cuSPARSELt 0.8.0 is slower") == times

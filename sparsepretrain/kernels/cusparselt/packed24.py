@@ -15,19 +15,22 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from sparsepretrain.errors import one_line
 from sparsepretrain.kernels.cusparselt.choices import Key, drop_choice, load_choice, save_choice
 from sparsepretrain.kernels.hardware import FP8_SLACK, broken, no_cuda, packed_columns
 from sparsepretrain.kernels.timing import medians, once
 
 REPEATS = 20
 """Runs of an algorithm that must give the same bits."""
+SUMS = 2.0**-16
+"""Error that a sum in fp32 may have in any order, in units of the sum of magnitudes."""
 CHECKED = 2048
 """Most columns of a product that are compared with fp64; a 7B model's product of 16k tokens would
 take 1.4 GB for each fp64 tensor."""
@@ -38,6 +41,16 @@ MEASURED = 3
 bits. A measurement takes a captured graph and seven rounds of 2 ms."""
 LIBRARY = "libcusparseLt.so.0"
 """Name under which torch loads the library."""
+
+
+SLOW_VERSIONS = {
+    "0.8.0": "is slower on H100 and L4 than versions before and after it (release notes of 0.8.1): "
+    "pip install 'nvidia-cusparselt-cu13>=0.8.1'"
+}
+"""Version -> what is slow in it, and the remedy: `auto` would emulate and not name the cause.
+Wrong algorithms have no entry: a test before use finds them."""
+SLOW_ON = ((9, 0), (8, 9))
+"""Compute capabilities of H100 and L4."""
 
 
 class Algorithm(NamedTuple):
@@ -61,15 +74,6 @@ class Problem(NamedTuple):
     transpose_result: bool
     bias: bool
 
-
-REGRESSIONS = {
-    "0.8.0": "is slower on H100 and L4 than versions before and after it (release notes of 0.8.1): "
-    "pip install 'nvidia-cusparselt-cu13>=0.8.1'"
-}
-"""Version -> what is slow in it, and the remedy: `auto` would emulate and not name the cause.
-Wrong algorithms have no entry: a test before use finds them."""
-REGRESSED = ((9, 0), (8, 9))
-"""Compute capabilities of H100 and L4."""
 
 _decided: dict[Problem, Algorithm] = {}
 """Algorithms that this process uses."""
@@ -98,12 +102,12 @@ def version() -> str:
     return ".".join(str(part.value) for part in parts)
 
 
-def regression(device: torch.device) -> str | None:
+def slow_version(device: torch.device) -> str | None:
     """Return a line about a loaded version that is known to be slow on ``device``, or None."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) not in REGRESSED:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) not in SLOW_ON:
         return None
     number, _, _ = version().partition(" ")
-    why = REGRESSIONS.get(number)
+    why = SLOW_VERSIONS.get(number)
     return None if why is None else f"cuSPARSELt {number} {why}"
 
 
@@ -229,7 +233,7 @@ def _similar(problem: Problem, sample: _Sample) -> Algorithm | None:
         same_kind = other._replace(m=0, n=0, k=0) == problem._replace(m=0, n=0, k=0)
         return ratios[0] if same_kind and len(ratios) == 1 else math.inf
 
-    nearest = min(list(_decided), key=distance, default=problem)
+    nearest = min(_decided, key=distance, default=problem)
     if math.isinf(distance(nearest)):
         return None
     algorithm = _decided[nearest]
@@ -294,23 +298,51 @@ def _sample(problem: Problem) -> _Sample:
     expected, spread = left @ right, left.abs() @ right.abs()
     if bias is not None:
         expected += bias.double()[:, None]
-    # one rounding of the result, and what sums may lose in any order
-    sums = FP8_SLACK if dtype.itemsize == 1 else 2.0**-16
-    slack = torch.finfo(out).eps * expected.abs() + sums * spread
+    sums = FP8_SLACK if dtype.itemsize == 1 else SUMS
+    slack = allowed_error(expected, spread, out, sums)
     return _Sample((compress_24(sparse), dense, bias), step, expected, slack)
+
+
+def allowed_error(
+    expected: Tensor, magnitudes: Tensor, dtype: torch.dtype, sums: float = SUMS
+) -> Tensor:
+    """Return the largest error of a right product: one rounding, and what its sums may lose.
+
+    Args:
+        expected: product in fp64.
+        magnitudes: product of the absolute values, fp64.
+        dtype: of the result.
+        sums: error of a sum in any order, in units of the sum of magnitudes.
+    """
+    return torch.finfo(dtype).eps * expected.abs() + sums * magnitudes
+
+
+def fault_of(
+    run: Callable[[], Tensor], is_right: Callable[[Tensor], bool], device: torch.device
+) -> str:
+    """Return why a product cannot be trusted, or "": refused, wrong, or other bits when repeated.
+
+    Raises:
+        torch.AcceleratorError: it broke the device.
+    """
+    try:
+        first = run()
+        if not is_right(first):
+            return "the matmul is wrong"
+        if not all(torch.equal(run(), first) for _ in range(REPEATS - 1)):
+            return "the matmul gives other bits when it is repeated"
+    except RuntimeError as error:  # refused for this size
+        if broken(error, device):
+            raise
+        return one_line(error)
+    return ""
 
 
 def trusted(problem: Problem, algorithm: Algorithm, sample: _Sample) -> bool:
     """Return True if the product is close to the expected one, with the same bits every time."""
     run = functools.partial(_multiply, problem, algorithm, *sample.operands)
-    try:
-        first = run()
-        right = _is_right(first, problem, sample)
-        return right and all(torch.equal(run(), first) for _ in range(REPEATS - 1))
-    except RuntimeError as error:  # refused for this size
-        if broken(error, problem.device):
-            raise
-        return False
+    is_right = functools.partial(_is_right, problem=problem, sample=sample)
+    return not fault_of(run, is_right, problem.device)
 
 
 def _is_right(product: Tensor, problem: Problem, sample: _Sample) -> bool:
