@@ -64,15 +64,16 @@ cp -r .gpu "$scratch/checkout/"
 for call in "${calls[@]}"; do
     echo "== call $call, killed in its second stage"
     out=$scratch/killed-$call log=$scratch/killed-$call.log
-    setsid bash -c "$(declare -f run); $(declare -p scratch environment isolated); run '$out' $call --seconds 600" \
-        > "$log" 2>&1 &
+    set -m # the call becomes a process group that can be killed as a whole
+    run "$out" "$call" --seconds 600 > "$log" 2>&1 &
     leader=$!
+    set +m
     until [ "$(grep -c '^== .*, at most' "$log" 2> /dev/null || true)" -ge 2 ]; do
         kill -0 "$leader" 2> /dev/null || { cat "$log"; fail "call $call ended early"; }
         sleep 0.5
     done
-    pkill -KILL --session "$leader"
-    pkill -KILL -f "$scratch/checkout" || true # the stage, which has a session of its own
+    kill -KILL -- "-$leader"
+    pkill -KILL -f "$scratch" || true # the stage, which has a session of its own
     wait "$leader" 2> /dev/null || true
     tar -xzOf "$out/results.tar.gz" results/summary.txt | tee "$scratch/summary"
     grep -q ": passed" "$scratch/summary" || fail "the stage before the killed one was lost"
