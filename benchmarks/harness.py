@@ -232,7 +232,7 @@ def main(
     if methods:
         names = tuple(filter(None, given.methods.split(",")))
         options = Options(given.quick, names, given.backend, given.fp8)
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and script != "cpu":
         print("no CUDA GPU: tiny sizes only", flush=True)
     chosen = {k: work for k, work in works(options).items() if fnmatch(k, given.only)}
     if given.out is not None:  # fail before minutes are spent

@@ -195,7 +195,7 @@ def purposes(_: str, path: Path) -> str:
 
 def costs(method: str, path: Path) -> str:
     """Return the committed benchmark cases of one method."""
-    found = bench(rf"(step time|peak memory), (our )?{re.escape(method)}\b.* over ", path)
+    found = bench(rf"(step time|peak memory), {re.escape(method)}\b.* over ", path)
     if found:
         return found
     return (
@@ -205,14 +205,23 @@ def costs(method: str, path: Path) -> str:
 
 
 def bench(pattern: str, path: Path) -> str:
-    """Return the committed CPU benchmark cases whose names match, or an empty string."""
+    """Return the committed CPU benchmark cases whose names match, or an empty string.
+
+    A case that was measured with several numbers of threads is one row.
+    """
     record = json.loads(MEASURED.read_text(encoding="utf-8"))
-    rows = []
+    rows: dict[str, dict[str, str]] = {}
     for case in record["cases"]:
+        name, threads = re.fullmatch(r"(.*?)(?:, (\d+ threads?))?", case["name"]).groups()
         if re.match(pattern, case["name"]):
-            rows.append([case["name"], f"{case['value']:.4g} {case['unit']}", limit(case)])
+            rows.setdefault(name, {})[threads or ""] = f"{case['value']:.3f}"
     if not rows:
         return ""
+    threads = sorted({key for values in rows.values() for key in values if key})
+    cells = [
+        [name, *(values.get(key, values.get("", "")) for key in threads or [""])]
+        for name, values in rows.items()
+    ]
     environment = record["environment"]
     hardware, versions = environment["hardware"], environment["packages"]
     raw = os.path.relpath(MEASURED, path.parent)
@@ -223,7 +232,7 @@ def bench(pattern: str, path: Path) -> str:
         "Again: `make bench`."
     )
     source = textwrap.fill(source, 100, break_long_words=False, break_on_hyphens=False)
-    return table(["case", "measured", "limit"], rows) + f"\n{source}\n"
+    return table(["ratio", *(threads or ["measured"])], cells) + f"\n{source}\n"
 
 
 def recipes(task: str, path: Path) -> str:
@@ -529,16 +538,6 @@ def prose(text: str) -> str:
 def linked(paper: str) -> str:
     """Turn each ``arXiv:…`` into a link."""
     return re.sub(r"arXiv:(\d{4}\.\d{4,5})", r"[\1](https://arxiv.org/abs/\1)", paper)
-
-
-def limit(case: dict[str, Any]) -> str:
-    """Return the bound of a case, marked if missed."""
-    bounds = [
-        f"{sign} {case[key]:g}"
-        for key, sign in (("at_most", "≤"), ("at_least", "≥"))
-        if case[key] is not None
-    ]
-    return ", ".join(bounds) + (" (missed)" if case["ok"] is False else "") if bounds else "–"
 
 
 if __name__ == "__main__":

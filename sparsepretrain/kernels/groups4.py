@@ -12,7 +12,8 @@ def to_groups4(x: Tensor, dim: int) -> Tensor:
     """Return groups of 4 along ``dim``: (groups, 4, other axes), fp32 or fp64; zero-padded."""
     rows = widen(x.detach()).movedim(dim, 0)
     rows = rows.reshape(rows.shape[0], rows.shape[1:].numel())
-    rows = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[0] % 4))
+    if rows.shape[0] % 4:  # pad copies even where it adds nothing
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[0] % 4))
     return rows.view(rows.shape[0] // 4, 4, rows.shape[1])
 
 

@@ -85,8 +85,9 @@ def nm_prune(
     kernel = kernel_of("nm_prune", backend, x, composed=True)
     _check("nm_prune", x, n, m, dim, ties)
     check_out("nm_prune", x, out)
-    if kernel and n < m:
-        pruned, mask = kernel(x.detach(), n, m, dim, ties == "low", out)
+    fused = kernel(x.detach(), n, m, dim, ties == "low", out) if kernel and n < m else None
+    if fused is not None:  # CPU kernels decline some layouts
+        pruned, mask = fused
     else:
         mask = nm_mask(x, n, m, dim=dim, ties=ties, backend=backend)
         pruned = apply_mask(x, mask, out=out, backend=None if backend == "triton" else backend)

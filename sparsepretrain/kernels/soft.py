@@ -50,8 +50,12 @@ def soft_threshold(
     dtype = dtype or x.dtype
     if n == m:
         return (x.clone() if scale is None else widen(x) * scale).to(dtype)
-    if kernel:
-        return kernel(x, n, m, gamma, dim, scale, dtype)
+    result: Tensor | None = kernel(x, n, m, gamma, dim, scale, dtype) if kernel else None
+    if result is not None:
+        return result
+    # no kernel, or the CPU kernel declined: it supports M = 4 only
+    if backend == "cpu":
+        raise ValueError(f"soft_threshold: backend='cpu' has no {n}:{m} kernel; use 'reference'")
     result = _shrink(x, n, m, gamma, dim)
     return (result if scale is None else result.mul_(scale)).to(dtype)
 
@@ -77,8 +81,9 @@ def soft_prune(
     kernel = None if out is None else kernel_of("soft_prune", backend, x, composed=True)
     _check("soft_prune", x, n, m, gamma, dim)
     check_out("soft_prune", x, out)
-    if kernel and n < m:
-        pruned, mask = kernel(x.detach(), n, m, gamma, dim, scale, out)
+    fused = kernel(x.detach(), n, m, gamma, dim, scale, out) if kernel and n < m else None
+    if fused is not None:  # CPU kernels decline some layouts
+        pruned, mask = fused
     else:
         wide = widen(x.detach())
         soft = soft_threshold(wide, n, m, gamma=gamma, dim=dim, scale=scale, backend=backend)

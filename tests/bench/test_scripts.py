@@ -1,6 +1,7 @@
 """Benchmark scripts run without a GPU, in seconds."""
 
 import json
+import os
 import subprocess
 import sys
 from importlib import import_module
@@ -9,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import cpu
 import harness
 import linear
 from sparsepretrain import kernels
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.kernels.cpu import KERNELS
 from sparsepretrain.sparsity import backend, sparse24
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
@@ -62,8 +65,18 @@ def test_every_method_is_compared_with_dense(run):
 def test_step_ratios_of_the_cpu(run):
     code, cases = run("cpu", "--only", "step*", methods=False)
     names = {case["name"].removeprefix("step time, ") for case in cases}
-    assert code == 0 and {"bimask over dense", "sste over dense"} < names
-    assert "our dense over plain PyTorch" in names
+    measured = ("transformers' GPT-2 in a plain loop", "dense", "sste", "bimask")
+    threads = ["1 thread", "2 threads"][: os.cpu_count()]
+    wanted = {f"{name} over plain PyTorch, {t}" for name in measured for t in threads}
+    assert code == 0 and names == wanted
+
+
+@WITHOUT_GPU
+def test_what_loops_save(run):
+    code, cases = run("cpu", "--only", "loops", methods=False)
+    assert code == 0 and all(case["value"] > 0 for case in cases)
+    assert set(KERNELS) >= {name for operations in cpu.LOOPS for name in operations}
+    assert len(cases) == len(cpu.LOOPS)
 
 
 def test_an_unknown_method_is_refused(run):

@@ -31,6 +31,29 @@ def agree(name, *args, **options):
         assert_same(got, wanted)
 
 
+def writes_out(name, x, n, **options):
+    """Fail unless the loop writes values and packed mask of the reference to ``out``."""
+    for kind in {x.dtype, torch.float32}:
+        results = []
+        for backend in ("cpu", "reference"):
+            out = torch.full(x.shape, 7.0, dtype=kind)
+            pruned, mask = getattr(kernels, name)(x, n, out=out, backend=backend, **options)
+            assert pruned is out
+            results.append((out, mask))
+        for got, wanted in zip(*results, strict=True):
+            assert_same(got, wanted)
+
+
+def decays(grad, weight, mask, decay):
+    """Fail unless the loop changes ``grad`` as the reference does."""
+    results = []
+    for backend in ("cpu", "reference"):
+        out = grad.clone()
+        assert kernels.masked_decay_(out, weight, mask, decay, backend=backend) is out
+        results.append(out)
+    assert_same(*results)
+
+
 def inputs(dtype):
     """Tensors whose axes are multiples of 4; every special value among them."""
     g = torch.Generator().manual_seed(4)
@@ -55,6 +78,12 @@ def test_loops_give_the_bits_of_the_reference(dtype):
             options = {"dim": dim, "ties": ties}
             agree("nm_prune", x, n, **options)
             agree("nm_mask", x, n, **options, packed=True)
+            writes_out("nm_prune", x, n, **options)
+            scaled = {"dim": dim, "scale": torch.tensor(-1.7)}
+            for gamma in (0.0, 0.3, 1.0) if ties == "high" else ():
+                agree("soft_threshold", x, n, gamma=gamma, dtype=torch.float32, **scaled)
+                agree("soft_prune", x, n, gamma=gamma, dim=dim)
+                writes_out("soft_prune", x, n, gamma=gamma, **scaled)
         mask, matrix = x > 0.5, x.flatten(1)
         agree("mvue", matrix.t()[:-1], dim=0, key=KEY)  # fills no group
         for kept in (mask, kernels.pack_rows(mask)):
@@ -65,6 +94,60 @@ def test_loops_give_the_bits_of_the_reference(dtype):
                     assert kernels.apply_mask(x, kept, out=out, backend=backend) is out
                 assert_same(*outs)
         agree("bimask_prune", matrix, torch.arange(len(matrix)).flip(0))
+        agree("pack_24", mask)
+        agree("flip_count", mask, x > 1)
+        code, other = kernels.pack_24(mask), kernels.pack_24(x > 1)
+        for old, new in ((code, other), (code[3:-1], other[3:-1]), (code[-9:], other[-9:])):
+            agree("packed_flip_count", old, new)
+            olds = [old.clone() for _ in range(2)]
+            for previous, backend in zip(olds, ("cpu", "reference"), strict=True):
+                kernels.packed_flip_count(previous, new, replace=True, backend=backend)
+            assert_same(*olds)
+            assert_same(olds[0], new)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_masked_decay_gives_the_bits_of_the_reference(dtype):
+    for x in inputs(dtype):
+        grad, mask = x.clone(memory_format=torch.contiguous_format), x > 0.5
+        for weight in (x, x.float(), x.double()):
+            decays(grad, weight, kernels.pack_rows(mask), 0.3)
+            for decay in (0.3, -0.3, torch.tensor(0.3)):
+                decays(grad, weight, mask, decay)
+                if x.dim() == 2:
+                    decays(grad.t(), weight.t(), mask.t(), decay)
+
+
+def test_decay_on_weights_reads_what_it_writes():
+    weight = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    mask, copy = kernels.nm_mask(weight), weight.clone()
+    kernels.masked_decay_(weight, weight, mask, -0.1, backend="cpu")
+    assert_same(weight, kernels.masked_decay_(copy, copy.clone(), mask, -0.1, backend="reference"))
+
+
+def test_loops_that_write_in_place_raise_the_version():
+    """Autograd finds changed saved tensors by versions, which writes through NumPy do not raise."""
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    mask = kernels.nm_mask(x)
+    for write in (
+        lambda out: kernels.masked_decay_(out, x, mask, 0.1),
+        lambda out: kernels.apply_mask(x, mask, out=out),
+        lambda out: kernels.nm_prune(x, out=out),
+        lambda out: kernels.soft_prune(x, out=out),
+        lambda out: kernels.packed_flip_count(
+            out.view(torch.uint8), out.view(torch.uint8) + 1, replace=True
+        ),
+    ):
+        out = torch.zeros(16, 32)
+        before = out._version
+        write(out)
+        assert out._version > before
+
+
+def test_flips_between_masks_on_two_devices_are_refused():
+    here, there = (torch.zeros(8, 2, dtype=torch.uint8, device=d) for d in ("cpu", "meta"))
+    with pytest.raises(ValueError, match="masks are on meta and cpu; move one of them"):
+        kernels.packed_flip_count(there, here, backend="cpu")
 
 
 def everything(scale=1.0):
@@ -73,6 +156,8 @@ def everything(scale=1.0):
         kernels.nm_mask(w, backend="cpu"),
         kernels.nm_mask(w, dim=0, backend="cpu"),
         kernels.apply_mask(w, w > 0, backend="cpu"),
+        kernels.soft_threshold(w, backend="cpu"),
+        kernels.pack_24(w > 0, backend="cpu"),
         kernels.mvue(w, dim=0, key=3, backend="cpu"),
         kernels.uniform_noise(4, 100, 1000, 1, backend="cpu")[0],
     ]

@@ -16,6 +16,7 @@ from typing import Any
 
 import llvmlite.binding
 import numba
+import numpy
 from numba.core.caching import NullCache
 from numba.core.compiler import Compiler, CompileResult
 from torch import Tensor
@@ -105,3 +106,25 @@ def groups_of(x: Tensor, m: int, dim: int) -> Array:
     dim %= x.dim()
     inner = x.shape[dim + 1 :].numel()
     return x.numpy().reshape(x.numel() // max(m * inner, 1), m, inner)
+
+
+def packs_groups4(x: Tensor, m: int, dim: int, out: Tensor) -> bool:
+    """Return True if a loop over pairs of groups can write ``out`` and a mask packed by rows.
+
+    The groups of four lie along memory in rows of whole bytes, in both tensors, and ``out`` needs
+    no rounding. No loop takes arrays that overlap.
+    """
+    whole = x.dim() > 1 and x.shape[1:].numel() % 8 == 0 and x.stride(dim) == 1
+    alike = out.dtype == x.dtype and x.is_contiguous() and out.is_contiguous()
+    return m == 4 and whole and alike and out.data_ptr() != x.data_ptr()
+
+
+@inlined
+def packed_flags(a, b):
+    """Return the flags of two groups of four in a byte, the first group in the low nibble."""
+    none = numpy.uint8(0)
+    low = (numpy.uint8(1) if a[0] else none) | (numpy.uint8(2) if a[1] else none)
+    low |= (numpy.uint8(4) if a[2] else none) | (numpy.uint8(8) if a[3] else none)
+    high = (numpy.uint8(16) if b[0] else none) | (numpy.uint8(32) if b[1] else none)
+    high |= (numpy.uint8(64) if b[2] else none) | (numpy.uint8(128) if b[3] else none)
+    return numpy.uint8(low | high)

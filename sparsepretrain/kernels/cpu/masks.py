@@ -1,7 +1,8 @@
-"""Masks at work in loops; see :mod:`sparsepretrain.kernels.masks`."""
+"""Masks in bytes and bits, in loops; see :mod:`sparsepretrain.kernels.masks`."""
 
 from __future__ import annotations
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -19,12 +20,57 @@ def apply_mask(x: Tensor, mask: Tensor, out: Tensor | None) -> Tensor:
         x = x.clone()
     kernel(_flat(x.view(integer)), _flat(mask), _flat(pruned.view(integer)))
     if straight:
-        torch.autograd.graph.increment_version(pruned)
+        torch.autograd.graph.increment_version(pruned)  # the loop wrote past torch
     return pruned if out is None or straight else out.copy_(pruned)
+
+
+def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, decay: float | Tensor) -> None:
+    """Add decay·(1 - mask)·weight to ``grad``."""
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    if wide.data_ptr() == grad.data_ptr():  # decay on weights; loops take no arrays that overlap
+        wide = wide.clone()
+    total = grad.detach().to(torch.promote_types(grad.dtype, wide.dtype)).contiguous()
+    kernel, weights = _decay if mask.shape == grad.shape else _decay_bits, _flat(wide)
+    kernel(_flat(total), weights, _flat(mask), weights.dtype.type(float(decay)))
+    if total.data_ptr() != grad.data_ptr():
+        grad.copy_(total)
+    else:
+        torch.autograd.graph.increment_version(grad)
+
+
+def packed_flip_count(previous: Tensor, current: Tensor, replace: bool = False) -> Tensor:
+    """Return the number of bits in which two uint8 or bool tensors differ; 0-d int64."""
+    if not previous.is_cpu:
+        places = f"{previous.device} and {current.device}"
+        raise ValueError(f"packed_flip_count: masks are on {places}; move one of them")
+    count = torch.zeros((), dtype=torch.int64)
+    _count_differing_bits(_words(previous), _words(current), count.view(1).numpy())
+    if replace:
+        previous.copy_(current)
+    return count
+
+
+flip_count = packed_flip_count
+
+
+def pack_24(mask: Tensor) -> Tensor:
+    """Bit k % 8 of byte k // 8 is element k."""
+    words = _words(mask)
+    code = torch.empty(len(words), dtype=torch.uint8)
+    _pack(words, code.numpy())
+    return code
 
 
 def _flat(x: Tensor) -> Array:
     return x.detach().contiguous().view(-1).numpy()
+
+
+def _words(x: Tensor) -> Array:
+    """Bytes of a uint8 or bool tensor as uint64, the last one filled with zeros."""
+    flat = x.contiguous().view(-1).view(torch.uint8)
+    if flat.numel() % 8 or flat.data_ptr() % 8:
+        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).clone()
+    return flat.numpy().view(numpy.uint64)
 
 
 @compiled
@@ -40,3 +86,47 @@ def _select_bits(x, code, pruned):
     for b in range(len(code)):
         for i in range(8):
             pruned[8 * b + i] = x[8 * b + i] if code[b] & (1 << i) else zero
+
+
+@compiled
+def _decay(grad, weight, mask, decay):
+    zero = weight.dtype.type(0)
+    for k in range(len(grad)):
+        w = weight[k]
+        grad[k] = grad[k] + (zero if mask[k] else w) * decay
+
+
+@compiled
+def _decay_bits(grad, weight, code, decay):
+    zero = weight.dtype.type(0)
+    for b in range(len(code)):
+        for i in range(8):
+            w = weight[8 * b + i]
+            grad[8 * b + i] = grad[8 * b + i] + (zero if code[b] & (1 << i) else w) * decay
+
+
+_1, _2, _4, _56 = numpy.uint64(1), numpy.uint64(2), numpy.uint64(4), numpy.uint64(56)
+_PAIRS, _NIBBLES = numpy.uint64(0x5555555555555555), numpy.uint64(0x3333333333333333)
+_BYTES, _ONES = numpy.uint64(0x0F0F0F0F0F0F0F0F), numpy.uint64(0x0101010101010101)
+_TO_HIGHEST_BYTE = numpy.uint64(0x0102040810204080)
+
+
+@compiled
+def _count_differing_bits(a, b, count):
+    # bits of a word in parallel (Warren, Hacker's Delight, section 5-1): sums of two bits, then of
+    # four, then of eight; the multiplication adds up the bytes
+    total = numpy.uint64(0)
+    for k in range(len(a)):
+        word = a[k] ^ b[k]
+        word -= (word >> _1) & _PAIRS
+        word = ((word >> _2) & _NIBBLES) + (word & _NIBBLES)
+        word = ((word >> _4) + word) & _BYTES
+        total += (word * _ONES) >> _56
+    count[0] = total
+
+
+@compiled
+def _pack(words, code):
+    # the multiplication moves byte i of a word, 0 or 1, to bit 56 + i
+    for k in range(len(words)):
+        code[k] = (words[k] * _TO_HIGHEST_BYTE) >> _56

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.kernels.cpu.launch import compiled, inlined
-from sparsepretrain.kernels.cpu.noise import counters, fill
+from sparsepretrain.kernels.cpu.noise import fill, stream
 from sparsepretrain.kernels.groups4 import from_groups4, to_groups4
 from sparsepretrain.kernels.keys import AnyKey
 
@@ -34,11 +34,10 @@ def mvue(
     r = x4.new_empty(0, draws, features)
     if uniforms is not None:
         r = uniforms.detach().reshape(features, groups, draws).to(x4.dtype).permute(1, 2, 0)
-    tokens, k0, k1 = counters(key or 0, groups)
-    arrays = x4.numpy(), out.numpy(), tokens, r.contiguous().numpy()
+    arrays = x4.numpy(), out.numpy(), r.contiguous().numpy()
     real, info = arrays[0].dtype.type, numpy.finfo(arrays[0].dtype)
     factor, max_value = real(float(info.tiny) * 2**30), real(torch.finfo(x.dtype).max)
-    numbers = k0, k1, real(info.smallest_subnormal), real(info.tiny), factor, max_value
+    numbers = *stream(key or 0), real(info.smallest_subnormal), real(info.tiny), factor, max_value
     # by the types of these Numba compiles one of two
     exact, wide = (True if flag else None for flag in (estimator == "exact", real(0).itemsize == 8))
     _estimate(*arrays, *numbers, exact, wide)
@@ -150,12 +149,12 @@ def _exact(b, r, scale, cutoff, max_value, zero, infinity, half):
 
 
 @compiled
-def _estimate(x4, out, tokens, uniforms, k0, k1, least, tiny, factor, max_value, exact, wide):
+def _estimate(x4, out, uniforms, first, k0, k1, least, tiny, factor, max_value, exact, wide):
     zero, half = x4.dtype.type(0), x4.dtype.type(0.5)
     infinity = x4.dtype.type(numpy.inf)
     drawn = numpy.empty((2 if exact is None else 1, x4.shape[2]), x4.dtype)
     for g in range(len(x4)):
-        fill(drawn, tokens[g], k0, k1)
+        fill(drawn, first + numpy.uint64(g), k0, k1)
         r = uniforms[g] if len(uniforms) else drawn
         for f in range(x4.shape[2]):
             x = x4[g, 0, f], x4[g, 1, f], x4[g, 2, f], x4[g, 3, f]

@@ -6,8 +6,14 @@ import numpy
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.common import INTEGER_OF_SIZE
-from sparsepretrain.kernels.cpu.launch import compiled, groups_of, inlined
+from sparsepretrain.kernels.common import INTEGER_OF_SIZE, packed_shape
+from sparsepretrain.kernels.cpu.launch import (
+    compiled,
+    groups_of,
+    inlined,
+    packed_flags,
+    packs_groups4,
+)
 
 
 def nm_mask(x: Tensor, n: int, m: int, dim: int, low: bool, packed: bool) -> Tensor | None:
@@ -24,6 +30,21 @@ def nm_mask(x: Tensor, n: int, m: int, dim: int, low: bool, packed: bool) -> Ten
     else:
         _strided_groups4(keys, flags, *numbers)
     return mask
+
+
+def nm_prune(
+    x: Tensor, n: int, m: int, dim: int, low: bool, out: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    """Write pruned ``x`` to ``out`` and return it with its packed mask; None for other layouts."""
+    if out is None or not packs_groups4(x, m, dim, out):
+        return None
+    bits, pruned = (t.detach().view(INTEGER_OF_SIZE[x.itemsize]).view(-1) for t in (x, out))
+    code = torch.empty(packed_shape(x.shape), dtype=torch.uint8)
+    word = bits.numpy().dtype.type
+    arrays = bits.numpy(), pruned.numpy(), code.view(-1).numpy()
+    _prune_contiguous_groups4(*arrays, word(n), not low, word(numpy.iinfo(word).max))
+    torch.autograd.graph.increment_version(out)  # the loop wrote past torch
+    return out, code
 
 
 @inlined
@@ -65,3 +86,18 @@ def _strided_groups4(x, mask, n, high, magnitude):
             group = x[r, 0, i], x[r, 1, i], x[r, 2, i], x[r, 3, i]
             a, b, c, d = _kept(group, n, high, magnitude, zero, one)
             mask[r, 0, i], mask[r, 1, i], mask[r, 2, i], mask[r, 3, i] = a, b, c, d
+
+
+@compiled
+def _prune_contiguous_groups4(x, pruned, code, n, high, magnitude):
+    """Two contiguous groups per byte: x and pruned (8·bytes), code (bytes)."""
+    zero, one = x.dtype.type(0), x.dtype.type(1)
+    for b in range(len(code)):
+        k = 8 * b
+        v, w = (x[k], x[k + 1], x[k + 2], x[k + 3]), (x[k + 4], x[k + 5], x[k + 6], x[k + 7])
+        f, g = _kept(v, n, high, magnitude, zero, one), _kept(w, n, high, magnitude, zero, one)
+        pruned[k], pruned[k + 1] = v[0] if f[0] else zero, v[1] if f[1] else zero
+        pruned[k + 2], pruned[k + 3] = v[2] if f[2] else zero, v[3] if f[3] else zero
+        pruned[k + 4], pruned[k + 5] = w[0] if g[0] else zero, w[1] if g[1] else zero
+        pruned[k + 6], pruned[k + 7] = w[2] if g[2] else zero, w[3] if g[3] else zero
+        code[b] = packed_flags(f, g)

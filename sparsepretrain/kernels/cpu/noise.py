@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.kernels import keys
-from sparsepretrain.kernels.cpu.launch import Array, compiled, inlined
+from sparsepretrain.kernels.cpu.launch import compiled, inlined
 from sparsepretrain.kernels.keys import LOW_32, AnyKey, key_words
 
 _M0, _M1 = numpy.uint64(keys.PHILOX_M0), numpy.uint64(keys.PHILOX_M1)
@@ -22,16 +22,14 @@ def uniform_noise(
 ) -> list[Tensor]:
     """``words`` fp32 tensors (groups, features)."""
     out = torch.empty(groups, words, features)
-    tokens, k0, k1 = counters(key, groups)
-    _uniforms(out.numpy(), tokens, k0, k1)
+    _uniforms(out.numpy(), *stream(key))
     return list(out.unbind(1))
 
 
-def counters(key: AnyKey | int, groups: int) -> tuple[Array, numpy.uint64, numpy.uint64]:
-    """(first word of the counter for each group, k0, k1)."""
-    k0, k1, offset = map(int, key_words(key))
-    tokens = numpy.arange(groups, dtype=numpy.uint64) + numpy.uint64(offset & LOW_32)
-    return tokens & _LOW, numpy.uint64(k0), numpy.uint64(k1)
+def stream(key: AnyKey | int) -> tuple[numpy.uint64, numpy.uint64, numpy.uint64]:
+    """Return (number of the first group, k0, k1) as the loops take them."""
+    k0, k1, first = map(int, key_words(key))
+    return numpy.uint64(first & LOW_32), numpy.uint64(k0), numpy.uint64(k1)
 
 
 @inlined
@@ -53,18 +51,19 @@ def _to_unit(word):
 
 
 @inlined
-def fill(u, token, k0, k1):
-    """One or two uniforms for each feature of a token: u (words, features)."""
+def fill(u, group, k0, k1):
+    """Draw one or two uniforms for each feature of a group of tokens: u (words, features)."""
+    group &= _LOW  # the counter is a 32-bit word
     if len(u) == 1:
         for f in range(u.shape[1]):
-            u[0, f] = _to_unit(_philox(token, numpy.uint64(f), k0, k1)[0])
+            u[0, f] = _to_unit(_philox(group, numpy.uint64(f), k0, k1)[0])
     else:
         for f in range(u.shape[1]):
-            first, second = _philox(token, numpy.uint64(f), k0, k1)
+            first, second = _philox(group, numpy.uint64(f), k0, k1)
             u[0, f], u[1, f] = _to_unit(first), _to_unit(second)
 
 
 @compiled
-def _uniforms(out, tokens, k0, k1):
+def _uniforms(out, first, k0, k1):
     for g in range(len(out)):
-        fill(out[g], tokens[g], k0, k1)
+        fill(out[g], first + numpy.uint64(g), k0, k1)
