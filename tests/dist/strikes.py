@@ -39,8 +39,8 @@ SAVING: dict[str, tuple[Any, str]] = {
 }
 """The same within a save, whose number counts; the first process alone does this."""
 
-HANGS = 60
-"""Seconds."""
+HANGS = 120
+"""Seconds; twice the ``parallel.timeout`` of tests that wait for it."""
 
 
 def strike(kind: str, moment: str, number: int) -> None:

@@ -35,7 +35,7 @@ def test_the_gates_notice_mistakes(tiny, parallel, mistakes, record_property):
 
 def test_projections_kept_by_pointer_are_noticed(tiny):
     """Where rows do not divide evenly, some processes project anew alone: nobody gets further."""
-    three = ("batch.size=12", "parallel.timeout=20")
+    three = ("batch.size=12", "parallel.timeout=60")
     words = (*variant("tsrste"), *KINDS["fp64"], three[0])
     right = Case("right", (*words, three[1]), parallel=FSDP)
     wrong = Case("wrong", right.words, mutant="kept by data_ptr", parallel=FSDP, fails=True)

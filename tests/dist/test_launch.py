@@ -17,7 +17,7 @@ from sparsepretrain.runs.directory import RunDirectory
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
 FAULT = Path(__file__).with_name("fault.py")
-DDP = ("parallel=ddp", "parallel.nproc=2", "parallel.timeout=20")
+DDP = ("parallel=ddp", "parallel.nproc=2", "parallel.timeout=60")
 
 
 def start(tiny, *words, fault="none:-1:0", launcher=()):
@@ -57,7 +57,7 @@ def start_until_a_checkpoint(tiny, **options):
         ("data:0:5", 3, "sparsepretrain: data error: a shard cannot be read"),
         ("SIGKILL:1:5", 137, "sparsepretrain: error: rank 1 died of SIGKILL"),
         ("nan:1:5", 5, "sparsepretrain: diverged: step 3: the loss is nan; nothing was updated."),
-        ("hang:1:5", 1, "sparsepretrain: error: the others did not answer for parallel.timeout=20"),
+        ("hang:1:5", 1, "sparsepretrain: error: the others did not answer for parallel.timeout=60"),
     ],
 )
 def test_the_first_error_is_shown_once(tiny, fault, code, line):

@@ -81,10 +81,10 @@ def test_a_process_that_hangs(tiny, record_property):
     places = [("one", "before the step"), ("one", "evaluation"), ("the first", "moving a file")]
     cases = [struck(tiny, "hang", *place, index, fails=True) for index, place in enumerate(places)]
     for case in cases:
-        case.parallel = (*case.parallel, "parallel.timeout=20")
+        case.parallel = (*case.parallel, "parallel.timeout=60")
     train_with(tiny, 2, cases)
     for case in cases:
-        assert 1 in case.codes and "did not answer for parallel.timeout=20" in case.errors, case
+        assert 1 in case.codes and "did not answer for parallel.timeout=60" in case.errors, case
     assert_they_go_on(tiny, cases)
     record_property("injected", len(cases))
 
