@@ -210,18 +210,22 @@ def bench(pattern: str, path: Path) -> str:
     A case that was measured with several numbers of threads is one row.
     """
     record = json.loads(MEASURED.read_text(encoding="utf-8"))
-    rows: dict[str, dict[str, str]] = {}
+    by_threads: dict[str, dict[str, str]] = {}
+    others = []
     for case in record["cases"]:
-        name, threads = re.fullmatch(r"(.*?)(?:, (\d+ threads?))?", case["name"]).groups()
-        if re.match(pattern, case["name"]):
-            rows.setdefault(name, {})[threads or ""] = f"{case['value']:.3f}"
-    if not rows:
+        if not re.match(pattern, case["name"]):
+            continue
+        value = f"{case['value']:.3f}"
+        if found := re.fullmatch(r"(.*), (\d+ threads?)", case["name"]):
+            by_threads.setdefault(found[1], {})[found[2]] = value
+        else:
+            others.append([case["name"], value])
+    if not by_threads and not others:
         return ""
-    threads = sorted({key for values in rows.values() for key in values if key})
-    cells = [
-        [name, *(values.get(key, values.get("", "")) for key in threads or [""])]
-        for name, values in rows.items()
-    ]
+    threads = sorted({count for values in by_threads.values() for count in values})
+    rows = [[name, *(values[count] for count in threads)] for name, values in by_threads.items()]
+    tables = [table(["ratio", *threads], rows)] if rows else []
+    tables += [table(["ratio", "measured"], others)] if others else []
     environment = record["environment"]
     hardware, versions = environment["hardware"], environment["packages"]
     raw = os.path.relpath(MEASURED, path.parent)
@@ -232,7 +236,7 @@ def bench(pattern: str, path: Path) -> str:
         "Again: `make bench`."
     )
     source = textwrap.fill(source, 100, break_long_words=False, break_on_hyphens=False)
-    return table(["ratio", *(threads or ["measured"])], cells) + f"\n{source}\n"
+    return "\n".join([*tables, f"{source}\n"])
 
 
 def recipes(task: str, path: Path) -> str:
