@@ -99,7 +99,7 @@ def test_a_diverged_last_step_reports_itself(tiny):
         train_step(t)
 
 
-@pytest.mark.parametrize("words", [("log.masks_every=1",), ("probe.scale={every: 1}",)])
+@pytest.mark.parametrize("words", [("log.masks_every=1",), ("probe=all", "probe.lifetime.every=1")])
 def test_diverged_step_writes_no_mask_and_no_probe_line(tiny, monkeypatch, words):
     words = (*QUIET, "steps=9", *words)
     step = loop.train_step
