@@ -45,7 +45,7 @@ def test_loss_is_read_after_the_update(tiny):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("word", ["guard=skip", "precision=fp16", "sparsity=step"])
+@pytest.mark.parametrize("word", ["guard=skip", "guard=spike", "precision=fp16", "sparsity=step"])
 def test_guards_and_step_read_before_the_update(tiny, word):
     t = tiny.build(*QUIET, "steps=9", word)
     kinds = [kind for kind, _ in updates_and_reads(t, 3)]
