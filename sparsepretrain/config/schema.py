@@ -116,8 +116,9 @@ class Run:
     """Matmuls of 2:4 operands: dense (emulate), sparse, or the faster of both (auto)."""
     deterministic: bool = False
     """Use deterministic algorithms only; slower, and not available for every GPU operation."""
-    guard: Literal["stop", "skip"]
-    """Non-finite loss or gradient: stop with exit code 5, or skip the step and count it."""
+    guard: Literal["stop", "skip", "spike"]
+    """Non-finite loss or gradient: stop with exit code 5, or skip the step and count it; spike also
+    skips a loss or gradient norm far above those of earlier steps."""
     model: Any
     task: Any
     data: Any

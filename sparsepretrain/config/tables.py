@@ -243,6 +243,8 @@ class Table:
     """Label -> overrides."""
     match: dict[str, Match] = field(default_factory=dict)
     """Row -> the row whose cost it gets."""
+    scaling: list[str] = field(default_factory=list)
+    """Rows, with masks of one method and dense ones, to which the page fits a scaling law."""
     columns: dict[str, list[str]] = field(default_factory=dict)
     """Label -> overrides; a cell is a row and a column. Empty: one column without a label."""
     baseline: str | None = "dense"
@@ -277,6 +279,11 @@ class Table:
                 yield f"match.{row}.to", f"{match.to!r} is matched itself; name a row that is not"
         if self.match and self.columns:
             yield "match", "is for tables without columns"
+        yield from _unknown("scaling", self.scaling, self.rows)
+        if self.scaling and (self.columns or self.baseline is None):
+            yield "scaling", "is for tables with a baseline and without columns"
+        if self.scaling and any(m.better != "lower" for m in [*self.metrics.values()][:1]):
+            yield "scaling", "needs a first metric that is a loss, with `better: lower`"
         for scale, size in self.scales.items():
             yield from _unknown(f"scales.{scale}.rows", size.rows, self.rows)
             yield from _unknown(f"scales.{scale}.columns", size.columns, self.columns)
@@ -360,6 +367,7 @@ def at_scale(table: Table, scale: Scale) -> Table:
         table,
         rows={named(row): words for row, words in table.rows.items()},
         columns={named(c): words for c, words in table.columns.items() if c in run_columns},
+        scaling=[*map(named, table.scaling)],
         baseline=table.baseline and named(table.baseline),
         claims=claims,
         metrics=metrics,

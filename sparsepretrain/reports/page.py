@@ -48,14 +48,24 @@ def html_page(markdown: str, figures: Mapping[str, Figure]) -> str:
 
 def _data_url(figure: Figure) -> str:
     """Encode a figure as SVG in a data URL: ids of several figures on a page cannot clash."""
-    lines = [line for axes in figure.axes for line in axes.lines]
-    if sum(len(line.get_path()) for line in lines) > POINTS:
-        for artist in (*lines, *(band for axes in figure.axes for band in axes.collections)):
+    artists = [a for axes in figure.axes for a in (*axes.lines, *axes.collections)]
+    if sum(map(_points, artists)) > POINTS:
+        for artist in artists:
             artist.set_rasterized(True)
     file = io.BytesIO()
     with matplotlib.rc_context(SVG):
         figure.savefig(file, format="svg", dpi=DPI, metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def _points(artist: Any) -> int:
+    """Count the points that an SVG holds for a curve, a band or the dots of a scatter plot."""
+    if artist.get_rasterized():
+        return 0
+    if hasattr(artist, "get_xydata"):
+        return len(artist.get_xydata())
+    # a scatter plot has one path, a marker, and an offset per dot; a band has one path
+    return max(len(artist.get_offsets()), sum(len(path) for path in artist.get_paths()))
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -17,7 +17,7 @@ from sparsepretrain.config.freeze import hash_of
 from sparsepretrain.config.tables import Scale, load_table
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.files import write_atomic
-from sparsepretrain.reports import plots
+from sparsepretrain.reports import plots, probes
 from sparsepretrain.reports.figures import of_runs
 from sparsepretrain.reports.page import html_page, markdown_table
 from sparsepretrain.reports.results import collect, read_record, write_record
@@ -61,8 +61,9 @@ def report(runs: Sequence[Path], out: Path | None = None, *, page: bool = False)
 
     One run: ``plots/*.png`` and ``report.md`` in its directory. Several: ``difference.png`` (to the
     dense run of the same seed and samples, flip rates below), ``overlay.png`` (the curves) and
-    ``report.md`` in ``reports/<labels>``. ``out`` replaces these directories; ``page`` adds
-    ``report.html``, text and figures in one file below 1 MB. The pictures are returned first.
+    ``report.md`` in ``reports/<labels>``. Probes that runs recorded add ``probe_*.png``. ``out``
+    replaces these directories; ``page`` adds ``report.html``, text and figures in one file below
+    1 MB. The pictures are returned first.
     """
     data = [load(run.path) for run in find_runs(runs)]
     if not data:
@@ -115,10 +116,11 @@ def _one(run: RunData, out: Path, *, page: bool) -> list[Path]:
     figures = {}
     numbers = [*_summary(run).items(), *((c, f"at step {s}") for s, c in run.switches())]
     lines = [f"# {plots.title(run)}", "", *markdown_table(("quantity", "value"), numbers), ""]
-    for name, draw in PICTURES.items():
-        if figure := draw(run):
-            figures[f"plots/{name}.png"] = figure
-            lines += [f"![{name}](plots/{name}.png)", ""]
+    drawn = {name: figure for name, draw in PICTURES.items() if (figure := draw(run))}
+    for name, figure in (drawn | probes.of_run(run)).items():
+        figures[f"plots/{name}.png"] = figure
+        lines += [f"![{name}](plots/{name}.png)", ""]
+    lines += _descent({plots.title(run): [run]})
     about, file = dict(run.environment), RunDirectory(run.path).config_file
     coverage = about.pop("coverage", None) or ["not recorded"]
     environment = json.dumps(about or "environment.json is missing", indent=2, ensure_ascii=False)
@@ -134,7 +136,8 @@ def _one(run: RunData, out: Path, *, page: bool) -> list[Path]:
 
 def _several(runs: list[RunData], names: list[str], out: Path, page: bool) -> list[Path]:
     paired = pair(runs, names)
-    figures = {f"{name}.png": figure for name, figure in of_runs(paired).items()}
+    drawn = of_runs(paired) | probes.of_groups(paired.seeds())
+    figures = {f"{name}.png": figure for name, figure in drawn.items()}
     lines = [
         f"# {' / '.join(paired.seeds())}",
         "",
@@ -157,6 +160,7 @@ def _several(runs: list[RunData], names: list[str], out: Path, page: bool) -> li
     lines += ["Train loss and flip rate are running means at the end of the run.", ""]
     if MU in keys:
         lines += [ABOUT_MU, ""]
+    lines += _descent(paired.seeds())
     lines += ["## What differs", ""]
     if differing := differences(runs):
         cells = [
@@ -174,6 +178,19 @@ def _several(runs: list[RunData], names: list[str], out: Path, page: bool) -> li
         where.append((name, f"`{path}`", *(f"`{value}`" if value else "–" for value in origin)))
     lines += markdown_table(("run", "directory", "command", "commit"), where)
     return _write(out, Page(lines, figures), page=page)
+
+
+def _descent(groups: probes.Groups) -> list[str]:
+    """Return the table of the probe ``descent``; empty without enough lines."""
+    rows = probes.descent_table(groups)
+    if not rows:
+        return []
+    first, last = (f"{share:.0%}" for share in probes.MIDDLE)
+    text = (
+        "Change of the loss of a step's own batch along ε of its update, actual against predicted, "
+        f"from {first} to {last} of the run:"
+    )
+    return [text, "", *markdown_table(rows[0], rows[1:]), ""]
 
 
 def _about(paired: Paired) -> str:

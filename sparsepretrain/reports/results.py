@@ -194,10 +194,12 @@ def collect(name: str, scale: Scale | None, asked: Selection) -> TableResults:
         begun = {cell.seed for cell, _ in found if cell.state != "missing"}
         result.cells = [cell for cell, _ in found if cell.seed in begun]
         if result.tuning or table.match:
+            for cell, _ in found:
+                cell.curves = {}  # pages of tuned tables show final values only
+        if result.tuning or table.match or table.scaling:
             from sparsepretrain.training.cost import run_cost
 
             for cell, data in found:
-                cell.curves = {}  # pages of tuned tables show final values only
                 if cell.state == "finished" and data is not None:
                     run = validate(data.config)
                     cost_of = run_cost(run, data.records)

@@ -26,7 +26,7 @@ from sparsepretrain.config.tables import (
     published,
     table_cells,
 )
-from sparsepretrain.reports import claims, figures
+from sparsepretrain.reports import claims, figures, scaling
 from sparsepretrain.reports.claims import Difference, Ruling, judge
 from sparsepretrain.reports.page import markdown_table
 from sparsepretrain.reports.ran import what_ran
@@ -134,6 +134,8 @@ def _measured(page: Page, results: TableResults, table: Table, mark: str) -> Non
         page.lines += [f"![{caption}]({results.name}-{name}.png)", ""]
     for key, metric in table.metrics.items():
         page.lines += [f"{mark} {_capital(metric.label)}", "", *_numbers(results, table, key), ""]
+    if table.scaling:
+        page.lines += [f"{mark} Scaling law", "", *scaling.section(results, table), ""]
     page.lines += [f"{mark} Pairing", "", *_pairing(results), ""]
     if table.settings:
         at_paper = results.scale == "paper"

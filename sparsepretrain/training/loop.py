@@ -169,6 +169,7 @@ def _judge(t: Session, step: Step, loss: float, grad_norm: float) -> bool:
         loss,
         grad_norm,
         step=step.number,
+        sparse=t.sparsifier.sparse,
         scaled=t.scaler.is_enabled(),
         culprits=culprits,
     )

@@ -99,6 +99,12 @@ def test_all_mistakes_of_all_cells_are_reported(tmp_path):
         (matching("dense", "dense"), "'dense' is matched itself"),
         (matching("dense", "dense", "time"), "one of parameters, flops, tokens, got 'time'"),
         (matching("dense", "γ = 0.2"), "is for tables without columns"),
+        ({"columns": {}, "scaling": ["dens"]}, "scaling 'dens' is unknown .did you mean 'dense'"),
+        ({"scaling": ["dense"]}, "scaling is for tables with a baseline and without columns"),
+        (
+            {"columns": {}, "scaling": ["dense"], "metrics": {"s": {"label": "s", "key": "s"}}},
+            "scaling needs a first metric that is a loss",
+        ),
     ],
 )
 def test_mistakes_in_a_file_name_file_and_key(tmp_path, changes, message):

@@ -107,3 +107,17 @@ def test_a_bad_number_on_one_process_or_all(tiny, record_property):
         else:
             assert [line.get("skipped", 0) for line in lines] == [0, 0, 0, 1, 1, 1, 1, 1]
     record_property("injected", len(cases))
+
+
+def test_a_jump_on_one_process_is_skipped_by_all(tiny, record_property):
+    words = (*variant("sste"), "precision=fp64", "steps=70", "eval.every=0", "guard=spike")
+    cases = []
+    for index, parallel in enumerate(("fsdp", "ddp")):
+        case = struck(tiny, "jump", "one", "micro-batch", index, number=2 * 67)
+        case.name, case.words = f"jump {parallel}", words
+        cases.append(case)
+    many = train_with(tiny, 2, cases)
+    for case in cases:
+        lines = [line for line in metrics(many[case.name]) if "split" not in line]
+        assert [line.get("skipped", 0) for line in lines] == [0] * 66 + [1] * 4
+    record_property("injected", len(cases))

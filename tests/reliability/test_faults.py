@@ -95,7 +95,7 @@ def test_data_that_change_between_two_starts(tiny, stop_after, tmp_path):
 @pytest.mark.fault
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
-@pytest.mark.parametrize("rule", ["stop", "skip"])
+@pytest.mark.parametrize("rule", ["stop", "skip", "spike"])
 def test_one_bad_step(tiny, monkeypatch, rule, value, where):
     """``stop`` ends with code 5 before the step; the others lose this step and nothing else."""
     original, calls = CausalLM.loss, []

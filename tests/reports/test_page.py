@@ -43,6 +43,17 @@ def test_a_page_of_long_runs_of_large_models_stays_below_1_mb():
     assert len(page.encode()) < 1_000_000 and len(figures_of(page)) == 5
 
 
+def test_figures_with_many_dots_are_rasterized():
+    generator = np.random.default_rng(0)
+    figure, panels = new_figure((12, 8), columns=4, rows=3)
+    for axes in panels:
+        predicted = generator.lognormal(size=5000)
+        actual = predicted * generator.normal(1, 0.1, size=5000)
+        axes.scatter(predicted, actual, c=np.arange(5000), s=7, linewidths=0)
+    page = html_page("# Dots\n\n![x](dots.png)", {"dots.png": figure})
+    assert len(page.encode()) < 400_000  # 11 MB as dots
+
+
 def test_figures_take_the_place_of_their_images():
     figures = {}
     for name in ("f.png", "g.png"):

@@ -1,19 +1,18 @@
 """Figures and table of synthetic probe lines."""
 
 import json
-import runpy
 from pathlib import Path
 
 import numpy as np
 import pytest
 from test_report import make_run
 
+from sparsepretrain.reports import probes
+from sparsepretrain.reports.report import report
 from sparsepretrain.reports.runs import labels, load, pair
 
 pytestmark = pytest.mark.usefixtures("quick_files")
 STEPS = range(5, 101, 5)
-DRAW = runpy.run_path(str(Path(__file__).parents[2] / "docs/examples/probe_figures.py"))
-"""The example that draws the figures of probes."""
 
 
 def make_probed(path: Path, noise: float, **config) -> Path:
@@ -39,36 +38,44 @@ def make_probed(path: Path, noise: float, **config) -> Path:
     return run
 
 
-def test_one_run_has_a_picture_of_every_probe(tmp_path):
+def test_report_of_a_run_has_a_figure_of_every_recorded_probe(tmp_path):
     run = make_probed(tmp_path / "run", 0.0)
-    (dots, line) = DRAW["estimator_figure"](load(run)).axes[0].lines[:2]
+    names = {"descent", "descent_masks", "scale", "lifetime", "estimator"}
+    pictures = {f"probe_{name}.png" for name in names}
+    assert {file.name for file in report([run]) if "probe" in file.name} == pictures
+    page = (run / "report.md").read_text()
+    assert all(f"(plots/{picture})" in page for picture in pictures)
+    assert "from 15% to 60% of the run" in page
+    assert "| nano, sste, seed 0 | 1 | 10 | 1.000 | 0.0 % | 0.50 | 0.00 |" in page
+
+
+def test_figures_of_lifetime_and_estimator_show_the_recorded_values(tmp_path):
+    drawn = probes.of_run(load(make_probed(tmp_path / "run", 0.0)))
+    (dots, line) = drawn["probe_estimator"].axes[0].lines[:2]
     assert np.allclose(dots.get_ydata()[:2], [0.1, -0.1])
     assert line.get_ydata()[-1] == pytest.approx(0)
-    gaps = DRAW["lifetime_figure"](load(run)).axes[2].lines[0].get_ydata()
+    gaps = drawn["probe_lifetime"].axes[2].lines[0].get_ydata()
     assert gaps == pytest.approx([0.1 / (k + 1) for k in range(11)]), "in the order of numbers"
 
 
-def test_the_example_draws_the_figures_of_the_paper(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_report_of_several_runs_compares_descent_and_scales(tmp_path):
     runs = [make_probed(tmp_path / "a", 0.0), make_probed(tmp_path / "b", 0.5, method="ste")]
     runs.append(make_run(tmp_path / "c", method="dense"))
-    DRAW["main"](["."])
-    names = {f"figure{number}.png" for number in (1, 2, 4)}
-    names |= {
-        f"{probe}-{tmp_path.name}-{run}.png" for probe in ("lifetime", "estimator") for run in "ab"
-    }
-    assert {file.name for file in tmp_path.glob("*.png")} == names
-    assert "| sste | 1 | 10 | 1.000 | 0.0 % | 0.50 | 0.00 |" in capsys.readouterr().out
+    written = report(runs, tmp_path / "out")
+    names = ("descent_masks", "descent", "scale")
+    pictures = [f"probe_{name}.png" for name in names]
+    assert [file.name for file in written if "probe" in file.name] == pictures
+    assert "| sste | 1 | 10 | 1.000 | 0.0 % | 0.50 | 0.00 |" in written[-1].read_text()
     data = [load(run) for run in runs]
     assert labels(data) == ["sste", "ste", "dense"], "probes are no part of a name"
     groups = pair(data, labels(data)).seeds()
-    table = {row[:2]: row[2:] for row in DRAW["descent_table"](groups)[1:]}
+    table = {row[:2]: row[2:] for row in probes.descent_table(groups)[1:]}
     assert set(table) == {(name, part) for name in ("sste", "ste") for part in ("1", "0.1")}
     assert table["sste", "0.1"][:2] == ("10", "1.000")
-    predicted, actual = DRAW["measured"]([data[1]], "descent", "predicted", "actual_1")[2:12, 1:].T
+    predicted, actual = probes.measured([data[1]], "descent", "predicted", "actual_1")[2:12, 1:].T
     correlation = np.corrcoef(predicted, actual)[0, 1]
     assert table["ste", "1"][1:3] == (f"{correlation:.3f}", f"{100 * np.mean(actual > 0):.1f} %")
-    figure = DRAW["figure_2"](groups)
+    figure = probes.descent_figure(groups)
     first = figure.axes[0].collections[0].get_offsets()
     assert np.allclose(first, np.transpose([1 / np.array(STEPS), 0.5 / np.array(STEPS)]))
     titles = [axes.get_title() for axes in figure.axes[:3]]
@@ -76,16 +83,25 @@ def test_the_example_draws_the_figures_of_the_paper(tmp_path, monkeypatch, capsy
 
 
 def test_runs_without_probes_have_no_such_figures(tmp_path):
-    run = load(make_run(tmp_path / "run"))
-    assert DRAW["lifetime_figure"](run) is DRAW["estimator_figure"](run) is None
-    assert DRAW["descent_table"]({"run": [run]}) == []
-    assert not any(DRAW[f"figure_{number}"]({"run": [run]}) for number in (1, 2, 4))
+    run = make_run(tmp_path / "run")
+    assert not probes.of_run(load(run)) and not probes.of_groups({"run": [load(run)]})
+    assert not any("probe" in file.name for file in report([run]))
+    assert "loss of a step's own batch" not in (run / "report.md").read_text()
+
+
+def test_lines_that_are_not_finite_are_left_out(tmp_path):
+    run = make_probed(tmp_path / "run", 0.0)
+    with (run / "probes.jsonl").open("a") as file:
+        line = {"step": 50, "probe": "descent", "loss": None, "predicted": None, "actual_1": None}
+        file.write(json.dumps(line) + "\n")
+    (row, _) = probes.descent_table({"run": [load(run)]})[1:]
+    assert row[:4] == ("run", "1", "10", "1.000")
 
 
 def test_seeds_of_one_name_are_pooled(tmp_path):
     data = [load(make_probed(tmp_path / str(i), 0.1, seed=i)) for i in range(2)]
     groups = pair([*data, load(make_run(tmp_path / "c", "dense"))], ["a seed=0", "a seed=1", "b"])
-    assert DRAW["descent_table"](groups.seeds())[1][:3] == ("a", "1", "20")
-    flips, scales = DRAW["figure_4"](groups.seeds()).axes
+    assert probes.descent_table(groups.seeds())[1][:3] == ("a", "1", "20")
+    flips, scales = probes.scale_figure(groups.seeds()).axes
     assert [line.get_label() for line in flips.lines] == ["a", "b"]
     assert np.allclose(scales.lines[0].get_ydata(), 1.45)

@@ -90,7 +90,7 @@ def write_run(cell, end=40, order="same", noise=0.01) -> None:
     lines = []
     for step in range(4, end + 1, 4):
         line = {"step": step, "tokens": 8 * step, "time": step / 2, "loss": 3.0}
-        lines.append(line | {"flip_rate": 0.1 / step})
+        lines.append(line | {"flip_rate": 0.1 / step, "sparse": 1})
         if step % 20 == 0:
             loss = shift + random.normal(0, noise)
             lines.append({"step": step, "tokens": 8 * step, "split": "validation", "loss": loss})
@@ -256,6 +256,17 @@ def test_report_command_writes_page_and_record(tmp_path, capsys):
     page.unlink()
     assert cli.main([*given, "--from-record"]) == 0
     assert page.read_text() == first
+
+
+def test_rows_of_a_scaling_law_are_counted(tmp_path):
+    rows = {name: TABLE["rows"][name] for name in ("dense", "ste")}
+    directories = write_table(tmp_path / "c", rows=rows, claims=[], published=[], scaling=[*rows])
+    asked = Selection(1, config_dirs=directories)
+    for cell in cells("three", load_table("three", directories), "nano", asked):
+        write_run(cell)
+    dense, ste = collect("three", None, asked).cells
+    assert dense.nonzero == dense.entries == ste.entries > ste.nonzero > 0
+    assert dense.curves, "the page shows curves as without a law"
 
 
 def test_wrong_arguments_are_refused(tmp_path, capsys):

@@ -37,7 +37,7 @@ def counter(monkeypatch):
     [
         ("", CPU, "none", False),
         *((words, CUDA, "blocks", True) for words in ("", "parallel=ddp", "parallel=fsdp")),
-        ("probe=descent", CUDA, "none", False),
+        ("probe=estimator", CUDA, "none", False),
         *((f"compile={word}", CUDA, "none", False) for word in ("false", "off", "none")),
         ("compile=blocks", CUDA, "blocks", True),
         ("compile=blocks", CPU, "blocks", False),

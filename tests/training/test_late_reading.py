@@ -45,7 +45,7 @@ def test_loss_is_read_after_the_update(tiny):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("word", ["guard=skip", "precision=fp16", "sparsity=step"])
+@pytest.mark.parametrize("word", ["guard=skip", "guard=spike", "precision=fp16", "sparsity=step"])
 def test_guards_and_step_read_before_the_update(tiny, word):
     t = tiny.build(*QUIET, "steps=9", word)
     kinds = [kind for kind, _ in updates_and_reads(t, 3)]
@@ -99,7 +99,7 @@ def test_a_diverged_last_step_reports_itself(tiny):
         train_step(t)
 
 
-@pytest.mark.parametrize("words", [("log.masks_every=1",), ("probe.scale={every: 1}",)])
+@pytest.mark.parametrize("words", [("log.masks_every=1",), ("probe=all", "probe.lifetime.every=1")])
 def test_diverged_step_writes_no_mask_and_no_probe_line(tiny, monkeypatch, words):
     words = (*QUIET, "steps=9", *words)
     step = loop.train_step

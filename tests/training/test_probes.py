@@ -2,8 +2,6 @@
 
 import copy
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,25 +9,19 @@ import pytest
 import torch
 from tiny_runs import assert_equal_bits, final_state, interrupted, metrics
 
-from sparsepretrain import registry
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.training import loop
 from sparsepretrain.training.observer import Observer
+from sparsepretrain.training.probes.estimator import (
+    Estimator,
+    EstimatorOptions,
+    gradients,
+    health,
+)
 
-EXAMPLES = [
-    str(Path(__file__).parents[2] / f"docs/examples/{k}.py") for k in ("lifetime", "estimator")
-]
-PLUGINS = f"plugins=[{','.join(EXAMPLES)}]"
-EVERY = ("probe.descent.every=2", "probe.scale.every=2", "probe.lifetime={every: 2}")
-ALL = (PLUGINS, "probe=all", *EVERY, "probe.estimator={every: 2, draws: 2}")
+EVERY = tuple(f"probe.{n}.every=2" for n in ("descent", "scale", "lifetime", "estimator"))
+ALL = ("probe=all", *EVERY, "probe.estimator.draws=2")
 EXACT = ("batch.micro=2", "optim.lr=0.02", "clip=1000")
-
-
-def example(name):
-    """The module of an example, as a run imports it."""
-    (path,) = [path for path in EXAMPLES if Path(path).stem == name]
-    registry.load_plugin(path)
-    return sys.modules[registry._module_name(path)]
 
 
 def lines(directory):
@@ -141,8 +133,8 @@ def test_scale_probe_equals_fp64_formula(tiny):
 
 
 def test_lifetime_probe_equals_counts_of_the_masks(tiny):
-    words = ("sparsity=ste", "optim.lr=0.05", PLUGINS, "probe.lifetime={every: 4, bins: 2}")
-    t = tiny.build(*words, "steps=12")
+    words = ("sparsity=ste", "optim.lr=0.05", "probe=lifetime", "probe.lifetime.every=4")
+    t = tiny.build(*words, "probe.lifetime.bins=2", "steps=12")
     masks, gaps = [], []
 
     class Masks(Observer):
@@ -190,7 +182,6 @@ def test_lifetime_probe_equals_counts_of_the_masks(tiny):
 def test_estimator_health_measures_bias_and_variance():
     generator = torch.Generator().manual_seed(0)
     exact = torch.randn(6, 5, generator=generator, dtype=torch.float64)
-    health = example("estimator").health
     size = exact.square().sum()
     for bias in (0.0, 0.5):
         found = []
@@ -205,9 +196,8 @@ def test_estimator_health_measures_bias_and_variance():
 
 
 def test_estimator_probe_sees_the_gradients_of_the_step(tiny):
-    t = tiny.build(PLUGINS, "probe.estimator={every: 1, draws: 300}")
+    t = tiny.build("probe=estimator", "probe.estimator.every=1", "probe.estimator.draws=300")
     probe, found = next(o for o in t.observers if o.name == "estimator"), {}
-    gradients = example("estimator").gradients
 
     class Gradients(Observer):
         def after_backward(self, session):
@@ -230,13 +220,13 @@ def test_estimator_probe_sees_the_gradients_of_the_step(tiny):
 
 
 def test_sdgp_estimator_reports_bias_without_variance(tiny):
-    t = tiny.build("sparsity=sdgp", PLUGINS, "probe.estimator={every: 1}")
+    t = tiny.build("sparsity=sdgp", "probe=estimator", "probe.estimator.every=1")
     (line,) = probed(t, 1)
     assert {*line} == {"step", "probe", "layer", "dgrad_variance", "dgrad_bias"}
     assert line["dgrad_variance"] == pytest.approx(0, abs=1e-12) and line["dgrad_bias"] > 0.01
 
 
 def test_estimator_probe_refuses_compiled_runs():
-    session, estimator = SimpleNamespace(compiled="blocks"), example("estimator")
+    session = SimpleNamespace(compiled="blocks")
     with pytest.raises(ConfigError, match="compile=none"):
-        estimator.Estimator(estimator.EstimatorOptions(), session)
+        Estimator(EstimatorOptions(), session)

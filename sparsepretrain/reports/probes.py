@@ -1,13 +1,8 @@
-"""Figures of probes: `python probe_figures.py RUN …` writes them to the current directory.
+"""Figures of the probes that runs recorded; those of descent and scale are like S-STE's."""
 
-`descent` and `scale` give figure1.png, figure2.png and figure4.png, like those of S-STE, and a
-printed table of descent; seeds of one configuration are taken together. `lifetime` and `estimator`
-give a figure per run, with the names of its directory.
-"""
+from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +11,8 @@ from matplotlib.figure import Figure
 
 from sparsepretrain.reports import plots
 from sparsepretrain.reports.figures import draw_band
-from sparsepretrain.reports.page import markdown_table
 from sparsepretrain.reports.plots import COLORS, DASHES, GRAY, drawable
-from sparsepretrain.reports.runs import Curve, RunData, labels, load, pair
-from sparsepretrain.runs.directory import find_runs
+from sparsepretrain.reports.runs import Curve, RunData
 
 Groups = Mapping[str, Sequence[RunData]]
 """Name -> runs of several seeds."""
@@ -28,26 +21,50 @@ MIDDLE = 0.15, 0.6
 """Part of the run that the descent table covers. Before it, the loss falls for every method;
 after it, changes are near the rounding of the loss."""
 
-PRODUCTS = {"wgrad": "dW", "dgrad": "dX"}
+GRADIENTS = {"wgrad": "dW", "dgrad": "dX"}
+"""Matmul -> gradient that it gives."""
+
+
+def of_run(run: RunData) -> dict[str, Figure]:
+    """Return name -> figure of the probes of one run."""
+    drawn = {"lifetime": lifetime_figure(run), "estimator": estimator_figure(run)}
+    return of_groups({plots.title(run): [run]}) | _named(drawn)
+
+
+def of_groups(groups: Groups) -> dict[str, Figure]:
+    """Return name -> figure of the probes that compare runs; seeds are taken together."""
+    return _named(
+        {
+            "descent_masks": masks_figure(groups),
+            "descent": descent_figure(groups),
+            "scale": scale_figure(groups),
+        }
+    )
+
+
+def _named(figures: Mapping[str, Figure | None]) -> dict[str, Figure]:
+    return {f"probe_{name}": figure for name, figure in figures.items() if figure is not None}
 
 
 def measured(runs: Sequence[RunData], probe: str, *keys: str) -> np.ndarray:
-    """Return (lines, 1 + keys): step and values of a probe's lines that have all ``keys``."""
+    """Return steps and values, (lines, 1 + keys), of a probe's lines with finite ``keys``."""
     lines = [line for run in runs for line in run.probes if line["probe"] == probe]
     rows = [[line["step"], *map(line.get, keys)] for line in lines if {*keys} <= line.keys()]
-    return np.array(rows, dtype=np.float64).reshape(len(rows), 1 + len(keys))
+    values = np.array(rows, dtype=np.float64).reshape(len(rows), 1 + len(keys))
+    return values[np.isfinite(values).all(axis=1)]  # null in the record is NaN
 
 
 def epsilons(groups: Groups) -> list[float]:
     """Return the measured fractions ε of the update, largest first."""
     keys = {key for runs in groups.values() for run in runs for line in run.probes for key in line}
-    return sorted((float(k[7:]) for k in keys if k.startswith("actual_")), reverse=True)
+    parts = [key.removeprefix("actual_") for key in keys if key.startswith("actual_")]
+    return sorted(map(float, parts), reverse=True)
 
 
 def changes(runs: Sequence[RunData], epsilon: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return steps, predicted and actual change of the loss along a fraction of each update."""
-    found = measured(runs, "descent", "predicted", f"actual_{epsilon:g}")
-    return found[:, 0], epsilon * found[:, 1], found[:, 2]
+    values = measured(runs, "descent", "predicted", f"actual_{epsilon:g}")
+    return values[:, 0], epsilon * values[:, 1], values[:, 2]
 
 
 def descent_table(groups: Groups) -> list[tuple[str, ...]]:
@@ -76,10 +93,11 @@ def descent_table(groups: Groups) -> list[tuple[str, ...]]:
     return rows if len(rows) > 1 else []
 
 
-def figure_1(groups: Groups) -> Figure | None:
+def masks_figure(groups: Groups) -> Figure | None:
     """Plot ΔF₁ (weights and masks move) over ΔF₂ (weights only); S-STE, Figure 1."""
-    found = {n: measured(runs, "descent", "weights_only", "actual_1") for n, runs in groups.items()}
-    shown = {name: points for name, points in found.items() if len(points)}
+    keys = ("weights_only", "actual_1")
+    every = {name: measured(runs, "descent", *keys) for name, runs in groups.items()}
+    shown = {name: points for name, points in every.items() if len(points)}
     if not shown:
         return None
     figure, grid = plots.new_figure((1.2 + 3.1 * len(shown), 3.9), columns=len(shown))
@@ -90,10 +108,10 @@ def figure_1(groups: Groups) -> Figure | None:
         axes.set_title(f"{label}\nΔF₁ > 0 in {rises:.1f} % of {len(points)}", fontsize=8)
         axes.set_xlabel("ΔF₂ (masks fixed)", fontsize=8)
     grid[0].set_ylabel("ΔF₁ (masks recomputed)", fontsize=8)
-    return _with_steps(figure, mesh)
+    return _with_steps(figure, mesh, groups)
 
 
-def figure_2(groups: Groups) -> Figure | None:
+def descent_figure(groups: Groups) -> Figure | None:
     """Plot predicted and actual reduction, a row per ε, and its distribution; S-STE, Figure 2."""
     parts = epsilons(groups)
     shown = {name: runs for name, runs in groups.items() if len(measured(runs, "descent"))}
@@ -120,42 +138,43 @@ def figure_2(groups: Groups) -> Figure | None:
         row[-1].set_xlabel("actual reduction", fontsize=8)
     if len(shown) > 1:
         grid[columns - 1].legend(fontsize=6, frameon=False, loc="upper left")
-    return _with_steps(figure, mesh)
+    return _with_steps(figure, mesh, groups)
 
 
-def figure_4(groups: Groups) -> Figure | None:
+def scale_figure(groups: Groups) -> Figure | None:
     """Plot flip rates and scales β over layers and seeds; S-STE, Figure 4. None without scales."""
-    runs = [run for some in groups.values() for run in some]
+    runs = [run for seeds in groups.values() for run in seeds]
     if not any(line["probe"] == "scale" for run in runs for line in run.probes):
         return None
     figure, (left, right) = plots.new_figure((11, 4.4), columns=2)
     left.set_yscale("log")
     every: list[int] = []
-    for index, (label, some) in enumerate(groups.items()):
+    for index, (label, seeds) in enumerate(groups.items()):
         style = plots.line_style(index) | {"marker": None}
-        flips = [run.series("flip_rate") for run in some]
+        flips = [run.series("flip_rate") for run in seeds]
         curves: list[Curve | None] = [(steps.tolist(), rates.tolist()) for steps, rates in flips]
         if draw_band(left, curves, style | {"label": label}).size:
-            every += [run.flip_interval() for run in some]
-        keys = dict.fromkeys(key for run in some for line in run.probes for key in line)
+            every += [run.flip_interval() for run in seeds]
+        keys = dict.fromkeys(key for run in seeds for line in run.probes for key in line)
         for kind, width in (("beta/", 1.8), ("best/", 0.8)):
             names = [key for key in keys if key.startswith(kind)]
             if not names:
                 continue
-            lines = measured(some, "scale", *names)
+            lines = measured(seeds, "scale", *names)
             steps = np.unique(lines[:, 0])
-            found = [lines[lines[:, 0] == step, 1:] for step in steps]
+            scales = [lines[lines[:, 0] == step, 1:] for step in steps]
             style |= {"linewidth": width}
-            right.plot(steps, [np.median(values) for values in found], **style)
+            right.plot(steps, [np.median(values) for values in scales], **style)
             if kind == "beta/":
-                low, high = ([end(values) for values in found] for end in (np.min, np.max))
+                low = [np.min(values) for values in scales]
+                high = [np.max(values) for values in scales]
                 right.fill_between(steps, low, high, color=style["color"], alpha=0.15)
     plots.flip_axis(left, every)
     for axes in (left, right):
         plots.step_axis(axes)
     right.set_ylabel("scale β (median and range of the layers;\nthin: current least-squares scale)")
     figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=8)
-    return figure
+    return plots.footed(figure, runs)
 
 
 def lifetime_figure(run: RunData) -> Figure | None:
@@ -177,41 +196,42 @@ def lifetime_figure(run: RunData) -> Figure | None:
     for axes in (rates, middle):
         plots.step_axis(axes)
     keys = {key for line in run.probes for key in line if key.startswith("flips_gap_")}
-    found = measured([run], "lifetime", *sorted(keys, key=lambda key: int(key[10:])))
-    for index, part in enumerate(np.array_split(found, min(3, len(found)))):
+    classes = sorted(keys, key=lambda key: int(key.removeprefix("flips_gap_")))
+    shares = measured([run], "lifetime", *classes)
+    for index, part in enumerate(np.array_split(shares, min(3, len(shares)))):
         span = f"steps to {part[-1, 0]:.0f}"
         mean = plots.visible(part[:, 1:].mean(0))
         gaps.plot(mean, color=COLORS[index], marker=plots.MARKERS[index], label=span)
     gaps.set_xlabel("L1 gap class, 0 = smallest")
     gaps.set_ylabel("groups that flip per comparison")
-    gaps.set_yscale("log" if drawable(found[:, 1:], log=True) else "linear")
+    gaps.set_yscale("log" if drawable(shares[:, 1:], log=True) else "linear")
     for axes in (rates, middle, gaps):
         axes.legend(fontsize=7, frameon=False)
-    return figure
+    return plots.footed(figure, [run])
 
 
 def estimator_figure(run: RunData) -> Figure | None:
     """Plot running means of squared bias and variance of MVUE; None without the probe."""
-    shown = [p for p in PRODUCTS if len(measured([run], "estimator", f"{p}_bias"))]
+    shown = [p for p in GRADIENTS if len(measured([run], "estimator", f"{p}_bias"))]
     if not shown:
         return None
     figure, panels = plots.new_figure((10, 4), columns=2)
-    for product, color in zip(shown, COLORS, strict=False):
+    for matmul, color in zip(shown, COLORS, strict=False):
         for axes, key in zip(panels, ("bias", "variance"), strict=True):
-            steps, values = measured([run], "estimator", f"{product}_{key}").T
+            steps, values = measured([run], "estimator", f"{matmul}_{key}").T
             count = np.arange(1, len(values) + 1)
             mean = np.cumsum(values) / count
             spread = np.cumsum(values**2) / count - mean**2
             error = np.sqrt(np.maximum(spread, 0) / np.maximum(count - 1, 1))
             axes.plot(steps, values, ".", color=color, alpha=0.3, markersize=3)
-            axes.plot(steps, mean, color=color, label=f"{PRODUCTS[product]}, mean so far")
+            axes.plot(steps, mean, color=color, label=f"{GRADIENTS[matmul]}, mean so far")
             axes.fill_between(steps, mean - error, mean + error, color=color, alpha=0.25)
     for axes, name in zip(panels, ("squared bias", "variance"), strict=True):
         axes.axhline(0, color="black", linewidth=0.8)
         axes.set_ylabel(f"{name} ÷ squared norm of the exact gradient")
         axes.legend(fontsize=8, frameon=False)
         plots.step_axis(axes)
-    return figure
+    return plots.footed(figure, [run])
 
 
 def _scale(values: np.ndarray) -> tuple[float, float]:
@@ -230,7 +250,7 @@ def _symlog(axes: Axes, scale: tuple[float, float], *, both: bool = True) -> Non
         getattr(axes, f"set_{name}lim")(-2 * largest, 2 * largest)
         axis = getattr(axes, f"{name}axis")
         axis.get_major_locator().set_params(numticks=7)
-        axis.set_tick_params(labelsize=6)
+        axis.set_tick_params(labelsize=6, labelrotation=45 if name == "x" else 0)
 
 
 def _scatter(
@@ -244,25 +264,6 @@ def _scatter(
     return axes.scatter(x, y, c=steps, s=7, cmap="viridis", linewidths=0, zorder=2)
 
 
-def _with_steps(figure: Figure, mesh: Any) -> Figure:
+def _with_steps(figure: Figure, mesh: Any, groups: Groups) -> Figure:
     figure.colorbar(mesh, ax=figure.axes, label="step", fraction=0.03, pad=0.01)
-    return figure
-
-
-def main(paths: Sequence[str]) -> None:
-    """Draw the runs at or below ``paths`` and print the table."""
-    runs = [load(run.path) for run in find_runs([Path(path).resolve() for path in paths])]
-    groups = pair(runs, labels(runs)).seeds()
-    for number, draw in ((1, figure_1), (2, figure_2), (4, figure_4)):
-        if (figure := draw(groups)) is not None:
-            figure.savefig(f"figure{number}.png")
-    for run in runs:
-        for probe, draw_run in (("lifetime", lifetime_figure), ("estimator", estimator_figure)):
-            if (figure := draw_run(run)) is not None:
-                figure.savefig(f"{probe}-{run.path.parent.name}-{run.path.name}.png")
-    if rows := descent_table(groups):
-        print(*markdown_table(rows[0], rows[1:]), sep="\n")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    return plots.footed(figure, [run for runs in groups.values() for run in runs])

@@ -1,7 +1,4 @@
-"""A probe of your own: lifetimes of mask entries, and groups whose masks keep changing.
-
-sparsepretrain train 'plugins=[docs/examples/lifetime.py]' 'probe.lifetime={every: 100}'
-"""
+"""Lifetimes of mask entries, and groups whose masks keep changing."""
 
 from __future__ import annotations
 
@@ -32,14 +29,14 @@ class LifetimeOptions(ProbeOptions):
 
 @register("probe", "lifetime")
 class Lifetime(Probe["Session"]):
-    """Masks as they are compared, step by step; a line has what happened since the line before.
+    """Changes of the masks, followed at every comparison; a line sums up those since the last line.
 
     ``deaths``, ``births``, ``resurrections``: entries that a mask drops, takes up, takes up again,
-    over all entries and comparisons. ``age_10``, ``age_50``, ``age_90``: quantiles of the steps
-    since a kept entry was taken up. ``restless``: groups that changed at two comparisons or more;
-    ``untouched``: groups that never did. ``flips_gap_<k>``: groups that changed at a comparison,
-    of those whose L1 gap |t3| - |t2| at the line before was in class k of their layer, 0 the
-    smallest.
+    per entry and comparison. ``age_10``, ``age_50``, ``age_90``: quantiles of the steps since a
+    kept entry was taken up. ``restless``: share of groups that changed at two comparisons or more;
+    ``untouched``: share that never changed. ``flips_gap_<k>``: share of groups that change at a
+    comparison, among those whose L1 gap |t3| - |t2| at the last line was in class k of their layer;
+    class 0 has the smallest gaps.
     """
 
     name = "lifetime"
@@ -53,7 +50,7 @@ class Lifetime(Probe["Session"]):
         self._device = session.device
 
     def before_step(self, session: Session) -> None:
-        """Begin with the masks that the first comparison is against."""
+        """Start from the masks that the first comparison reads."""
         import torch
 
         if self._layers:
@@ -61,6 +58,7 @@ class Lifetime(Probe["Session"]):
         for name, layer in session.sparsifier.layers.items():
             mask = compared_mask(layer)
             bins = self._bins(session, layer)
+            # 6 bytes per entry and 5 per group, on the device and in checkpoints
             self._layers[name] = {
                 "mask": mask,
                 "since": torch.zeros_like(mask, dtype=torch.int32),
@@ -70,54 +68,58 @@ class Lifetime(Probe["Session"]):
             }
 
     def after_step(self, session: Session, step: Step) -> None:
-        """Follow the masks if they were compared, and sum up when a line is due."""
+        """Follow the masks if the step compared them, and write a line when one is due."""
         layers = session.sparsifier.layers
         if session.updated and session.sparsifier.flips is not None:
             self._compared += 1
-            for name, kept in self._layers.items():
-                self._follow(session, layers[name], kept)
+            for name, history in self._layers.items():
+                self._follow(session, layers[name], history)
         if session.step % self.options.every == 0 and self._compared:
             self.write(session, self._summary(session))
-            for name, kept in self._layers.items():
-                kept["flips"].zero_()
-                kept["bins"] = self._bins(session, layers[name])
-            self._counts, self._compared = dict.fromkeys(COUNTS, 0), 0
+            for name, history in self._layers.items():
+                history["flips"].zero_()
+                history["bins"] = self._bins(session, layers[name])
+            self._counts = dict.fromkeys(COUNTS, 0)
+            self._compared = 0
 
-    def _follow(self, session: Session, layer: SparseLayer, kept: dict[str, Tensor]) -> None:
-        new, old = compared_mask(layer), kept["mask"]
-        changed = new ^ old
-        dead, born = old & changed, new & changed
-        for key, which in zip(COUNTS, (dead, born, born & kept["died"]), strict=True):
-            self._counts[key] += int(which.sum())
-        kept["died"] |= dead
-        kept["since"].masked_fill_(changed, session.step)
-        kept["flips"] += self._grouped(session, layer, changed).any(-1)
-        kept["mask"] = new
+    def _follow(self, session: Session, layer: SparseLayer, history: dict[str, Tensor]) -> None:
+        new = compared_mask(layer)
+        changed = new ^ history["mask"]
+        dead = changed & ~new
+        born = changed & new
+        for key, entries in zip(COUNTS, (dead, born, born & history["died"]), strict=True):
+            self._counts[key] += int(entries.sum())
+        history["died"] |= dead
+        history["since"].masked_fill_(changed, session.step)
+        history["flips"] += self._grouped(session, layer, changed).any(-1)
+        history["mask"] = new
 
     def _summary(self, session: Session) -> dict[str, float]:
         import torch
 
         layers = session.sparsifier.layers
         flips, bins, touched, ages = [], [], [], []
-        for name, kept in self._layers.items():
-            flips.append(kept["flips"].flatten())
-            bins.append(kept["bins"].flatten())
-            groups = self._grouped(session, layers[name], kept["since"])
+        for name, history in self._layers.items():
+            flips.append(history["flips"].flatten())
+            bins.append(history["bins"].flatten())
+            groups = self._grouped(session, layers[name], history["since"])
             touched.append((groups > 0).any(-1).flatten())
-            ages.append(session.step - kept["since"][kept["mask"]])
-        entries = sum(kept["mask"].numel() for kept in self._layers.values())
+            ages.append(session.step - history["since"][history["mask"]])
+        entries = sum(history["mask"].numel() for history in self._layers.values())
         line = {k: n / (entries * self._compared) for k, n in self._counts.items()}
-        found = torch.bincount(torch.cat(ages)).cumsum(0)
+        # Ages are integers below the number of steps: a histogram gives quantiles without sorting.
+        at_most = torch.bincount(torch.cat(ages)).cumsum(0)
         for share in (10, 50, 90):
-            line[f"age_{share}"] = int((found * 100 < found[-1] * share).sum())
-        changes, which = torch.cat(flips), torch.cat(bins).long()
+            line[f"age_{share}"] = int((at_most * 100 < at_most[-1] * share).sum())
+        changes = torch.cat(flips)
+        bin_of = torch.cat(bins).long()
         line["restless"] = float((changes > 1).double().mean())
         line["untouched"] = 1 - float(torch.cat(touched).double().mean())
-        size = self.options.bins
-        sums = torch.bincount(which, changes.double(), minlength=size).tolist()
-        groups_of = torch.bincount(which, minlength=size).tolist()
-        for index, (total, count) in enumerate(zip(sums, groups_of, strict=True)):
-            line[f"flips_gap_{index}"] = total / max(count * self._compared, 1)
+        count = self.options.bins
+        sums = torch.bincount(bin_of, changes.double(), minlength=count).tolist()
+        sizes = torch.bincount(bin_of, minlength=count).tolist()
+        for index, (total, size) in enumerate(zip(sums, sizes, strict=True)):
+            line[f"flips_gap_{index}"] = total / max(size * self._compared, 1)
         return line
 
     def _bins(self, session: Session, layer: SparseLayer) -> Tensor:
@@ -132,7 +134,7 @@ class Lifetime(Probe["Session"]):
         return ranks.view(gap.shape).to(torch.uint8)
 
     def _grouped(self, session: Session, layer: SparseLayer, values: Tensor) -> Tensor:
-        """By groups: (…, groups, M)."""
+        """Return values by groups, (…, groups, M)."""
         m = session.sparsifier.method.options.m
         groups: Tensor = values.movedim(layer.sparsity.dim, -1).unflatten(-1, (-1, m))
         return groups
@@ -142,10 +144,11 @@ class Lifetime(Probe["Session"]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._layers = {
-            name: {key: value.to(self._device) for key, value in kept.items()}
-            for name, kept in state["layers"].items()
+            name: {key: value.to(self._device) for key, value in history.items()}
+            for name, history in state["layers"].items()
         }
-        self._counts, self._compared = dict(state["counts"]), int(state["compared"])
+        self._counts = dict(state["counts"])
+        self._compared = int(state["compared"])
 
 
 def compared_mask(layer: SparseLayer) -> Tensor:

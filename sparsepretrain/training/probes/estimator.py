@@ -1,7 +1,4 @@
-"""A probe of your own: bias and variance of the gradients that a method estimates, layer by layer.
-
-sparsepretrain train 'plugins=[docs/examples/estimator.py]' 'probe.estimator={every: 100}'
-"""
+"""Bias and variance of the gradients that a method estimates, layer by layer."""
 
 from __future__ import annotations
 
@@ -34,10 +31,11 @@ class EstimatorOptions(ProbeOptions):
 class Estimator(Probe["Session"]):
     """Estimated dW and dX of one layer in the first micro-batch against the exact ones.
 
-    The layer is another one each time. With the mean ĝ of R estimates of g and their variance s²
-    (summed over the entries): ``<product>_variance`` = s²/‖g‖², and ``<product>_bias`` = (‖ĝ - g‖²
-    - s²/R)/‖g‖², whose expectation is the squared relative bias; around zero where there is none.
-    The exact gradient has X and G as they are. A method that changes neither has no lines.
+    The layers take turns. With the mean ĝ of R estimates of g and their variance s² (summed over
+    the entries), ``<matmul>_variance`` is s²/‖g‖², and ``<matmul>_bias`` is (‖ĝ - g‖² - s²/R)/‖g‖²,
+    whose expectation is the squared relative bias: the mean of R estimates is off by s²/R even
+    without one. The exact gradient is computed from X and G. A method that changes neither has no
+    lines.
     """
 
     name = "estimator"
@@ -46,14 +44,19 @@ class Estimator(Probe["Session"]):
     def __init__(self, options: EstimatorOptions, session: Session) -> None:
         super().__init__(options, session)
         if session.compiled != "none":
-            raise ConfigError("probe.estimator needs compile=none: a compiled graph runs no hook")
+            raise ConfigError(
+                f"compile: expected none with probe.estimator, got {session.compiled}. A compiled "
+                "graph runs no hooks of layers: set compile=none or leave out the probe"
+            )
         self._hook: Any = None
+        self._name = ""
         self._seen: tuple[Tensor, Tensor] | None = None
         self._line: dict[str, Any] = {}
 
     def before_step(self, session: Session) -> None:
         """Watch input and output gradient of the layer whose turn it is."""
-        self._line, self._seen = {}, None
+        self._line = {}
+        self._seen = None
         if self.due(session):
             layers = session.sparsifier.layers
             self._name = list(layers)[session.step // self.options.every % len(layers)]
@@ -66,10 +69,11 @@ class Estimator(Probe["Session"]):
 
         self._hook.remove()  # the first micro-batch is enough
         if output.requires_grad:
+            # A backward hook of the module would forbid in-place operations on its output.
             output.register_hook(backward)
 
     def after_backward(self, session: Session) -> None:
-        """Estimate what the step has estimated, and more often."""
+        """Draw the estimates of the step again, and further ones."""
         if self._seen is None:
             return
         import torch
@@ -86,13 +90,13 @@ class Estimator(Probe["Session"]):
         ]
         row = session.sparsifier.method.phase.row
         pruned = {"dgrad": row.P != G, "wgrad": (row.Xw, row.U) != (X, G)}
-        for index, product in enumerate(pruned):
-            if pruned[product]:
+        for index, (matmul, estimated) in enumerate(pruned.items()):
+            if estimated:
                 drawn = torch.stack([e[index] for e in estimates if e is not None]).double()
-                self._line |= health(product, exact[index].double(), drawn)
+                self._line |= health(matmul, exact[index].double(), drawn)
 
     def after_step(self, session: Session, step: Step) -> None:
-        """Report it with the step."""
+        """Write the line: the number of the step now includes it."""
         if self._line:
             self.write(session, {"layer": self._name, **self._line})
 
@@ -100,9 +104,14 @@ class Estimator(Probe["Session"]):
 def gradients(
     layer: SparseLayer, x: Tensor, grad: Tensor, clock: Moment, *, exact: bool = False
 ) -> tuple[Tensor, Tensor] | None:
-    """Return dX and dW of training for the output gradient ``grad`` of an input ``x``.
+    """Return dX and dW of training, or None if the method uses X and G unchanged.
 
-    ``exact``: with X and G as they are. None if the method uses them unchanged.
+    Args:
+        layer: sparse layer in training mode.
+        x: input of the layer.
+        grad: gradient of its output, of the same dtype.
+        clock: (completed steps, micro-batch), which key the draws.
+        exact: use X and G instead of Xf(X), Xw(X), P(G) and U(G).
     """
     import torch
 
@@ -113,25 +122,28 @@ def gradients(
     row = state.method.phase.row
     if operands is None or (row.Xw, row.P, row.U) == (X, G, G):
         return None
-    given, geometry = layer.geometry(x)
-    products, own = state.products.now(x.dtype, True), None if exact else state
-    leaves = given.detach().requires_grad_(), torch.empty_like(layer.weight, dtype=x.dtype)
-    leaves[1].requires_grad_()
+    inputs, geometry = layer.geometry(x)
+    products = state.products.now(x.dtype, True)
+    source = inputs.detach().requires_grad_()
+    # Its values are not read; its dtype is that of the gradient, which is not rounded again.
+    target = torch.empty_like(layer.weight, dtype=x.dtype).requires_grad_()
+    drawing = None if exact else state
     with torch.enable_grad():
-        y = SparseProducts.apply(*leaves, None, operands, own, geometry, products, clock)
-    dx, dw = torch.autograd.grad(y, leaves, grad)
+        y = SparseProducts.apply(source, target, None, operands, drawing, geometry, products, clock)
+    dx, dw = torch.autograd.grad(y, (source, target), grad)
     return dx, dw
 
 
-def health(product: str, exact: Tensor, drawn: Tensor) -> dict[str, float]:
-    """Relative variance and squared bias of estimates (R, …) of ``exact``; empty if that is 0."""
+def health(matmul: str, exact: Tensor, drawn: Tensor) -> dict[str, float]:
+    """Return relative variance and squared bias of R estimates, (R, …); empty if ``exact`` is 0."""
     size = float(exact.square().sum())
     if not size:
         return {}
-    mean, count = drawn.mean(0), len(drawn)
+    mean = drawn.mean(0)
+    count = len(drawn)
     variance = float((drawn - mean).square().sum()) / (count - 1)
     off = float((mean - exact).square().sum())
     return {
-        f"{product}_variance": variance / size,
-        f"{product}_bias": (off - variance / count) / size,
+        f"{matmul}_variance": variance / size,
+        f"{matmul}_bias": (off - variance / count) / size,
     }
