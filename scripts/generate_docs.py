@@ -242,7 +242,7 @@ def prepared_documents(_: str, path: Path) -> str:
         rows.append([way, state, f"{case['value']:.3g} s", *memory])
     about = (
         f"{detail['token bytes'] / 1e9:g} GB of tokens with {detail['documents']:,} documents; "
-        f"medians of {detail['processes']} processes"
+        f"fastest of {detail['processes']} processes"
     )
     head = ["documents from", "page cache", "time", "peak memory", "private memory"]
     command = "python benchmarks/documents.py --out benchmarks/results/documents.json"
