@@ -239,12 +239,13 @@ def prepared_documents(_: str, path: Path) -> str:
         _, way, state = case["name"].split(", ")
         detail = case["detail"]
         memory = [f"{detail[key]:,.0f} MB" for key in ("peak", "private")]
-        rows.append([way, state, f"{case['value']:.3g} s", *memory])
+        seconds = [f"{value:.2g} s" for value in (case["value"], detail["cpu seconds"])]
+        rows.append([way, state, *seconds, *memory])
     about = (
         f"{detail['token bytes'] / 1e9:g} GB of tokens with {detail['documents']:,} documents; "
         f"fastest of {detail['processes']} processes"
     )
-    head = ["documents from", "page cache", "time", "peak memory", "private memory"]
+    head = ["documents from", "page cache", "time", "CPU time", "peak memory", "private memory"]
     command = "python benchmarks/documents.py --out benchmarks/results/documents.json"
     return table(head, rows) + measured_on(record, about, DOCUMENTS, path, command)
 
