@@ -25,7 +25,7 @@ import numpy as np
 from sparsepretrain import registry
 from sparsepretrain.data.encoding import Codec, open_codec
 from sparsepretrain.data.formats import FORMATS, raw_targets
-from sparsepretrain.data.source import SPLITS, TRAIN, VALIDATION, Shard, Source
+from sparsepretrain.data.source import SPLITS, TRAIN, VALIDATION, Document, Shard, Source
 from sparsepretrain.data.tokens import (
     BOUND,
     MANIFEST,
@@ -36,13 +36,15 @@ from sparsepretrain.data.tokens import (
     open_tokens,
 )
 from sparsepretrain.errors import DataError, SparsePretrainWarning
-from sparsepretrain.files import cache_directory, sync, write_atomic
+from sparsepretrain.files import cache_directory, replacing, sync, write_atomic
 
 VERSION = 3
 """Version of layout and contents, hashed into directory names: others are never opened."""
 
 TRAINING_TEXT = 256 << 20
 """Maximum bytes of training text for a tokenizer; more hardly changes the result."""
+BATCH = 4 << 20
+"""Bytes or characters of text that a thread tokenizes at a time; a longer document is one batch."""
 PIECE = 16 << 20
 """Bytes of a token file that are merged at a time; a multiple of every token's size."""
 
@@ -239,15 +241,30 @@ def _tokenize(job: _Job, shards: list[Shard], workers: int | None, report: OnPro
 
 
 def _tokenize_shard(job: _Job, codec: Codec, shard: Shard) -> int:
-    documents = list(job.source.documents(shard))
-    encoded = codec.encode([text for text, _ in documents])
     end = np.array([] if codec.end_of_text is None else [codec.end_of_text], dtype=job.dtype)
-    parts = [end[:0]]
-    for ids, (_, last) in zip(encoded, documents, strict=True):
-        parts += [ids.astype(job.dtype, copy=False), end if last else end[:0]]
-    tokens = np.concatenate(parts)
-    write_atomic(job.file(shard), tokens.tobytes())
-    return len(tokens)
+    count = 0
+    with replacing(job.file(shard)) as stream:
+        for documents in _batches(job.source.documents(shard)):
+            encoded = codec.encode([text for text, _ in documents])
+            for ids, (_, last) in zip(encoded, documents, strict=True):
+                for part in (ids.astype(job.dtype, copy=False), end if last else end[:0]):
+                    stream.write(part.data)
+                    count += len(part)
+    return count
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    """Yield the documents of a shard, which may be larger than memory, some at a time."""
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document[0])
+        if size > BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _merge(job: _Job, shards: list[Shard], report: OnProgress) -> Path:
