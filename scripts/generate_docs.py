@@ -46,6 +46,7 @@ from sparsepretrain.sparsity.operand_table import COLUMNS
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "methods"
 MEASURED = ROOT / "benchmarks" / "results" / "cpu.json"
+DOCUMENTS = ROOT / "benchmarks" / "results" / "documents.json"
 RECORDS = ROOT / "docs" / "tables" / "records"
 RELIABILITY = ROOT / "docs" / "reliability.json"
 
@@ -226,17 +227,39 @@ def bench(pattern: str, path: Path) -> str:
     rows = [[name, *(values[count] for count in threads)] for name, values in by_threads.items()]
     tables = [table(["ratio", *threads], rows)] if rows else []
     tables += [table(["ratio", "measured"], others)] if others else []
+    about = "`gpt2_nano`; step times are medians of interleaved ratios in one process"
+    return "\n".join(tables) + measured_on(record, about, MEASURED, path, "make bench")
+
+
+def measured_on(record: dict[str, Any], about: str, raw: Path, path: Path, again: str) -> str:
+    """Return the paragraph below a table of measurements: hardware, versions, command."""
     environment = record["environment"]
     hardware, versions = environment["hardware"], environment["packages"]
-    raw = os.path.relpath(MEASURED, path.parent)
     source = (
         f"{hardware['cores']} cores of an {hardware['device']}, torch {versions['torch']}, "
-        f"NumPy {versions['numpy']}, commit {environment['commit']}; `gpt2_nano`; step times are "
-        f"medians of interleaved ratios in one process ([raw results]({raw})). "
-        "Again: `make bench`."
+        f"NumPy {versions['numpy']}, commit {environment['commit']}; {about} "
+        f"([raw results]({os.path.relpath(raw, path.parent)})). Again: `{again}`."
     )
-    source = textwrap.fill(source, 100, break_long_words=False, break_on_hyphens=False)
-    return "\n".join([*tables, f"{source}\n"])
+    return f"\n{textwrap.fill(source, 100, break_long_words=False, break_on_hyphens=False)}\n"
+
+
+def prepared_documents(_: str, path: Path) -> str:
+    """Return the committed times and memory of finding documents."""
+    record = json.loads(DOCUMENTS.read_text(encoding="utf-8"))
+    rows = []
+    for case in record["cases"]:
+        _, way, state = case["name"].split(", ")
+        detail = case["detail"]
+        memory = [f"{detail[key]:,.0f} MB" for key in ("peak", "private")]
+        seconds = [f"{value:.2g} s" for value in (case["value"], detail["cpu seconds"])]
+        rows.append([way, state, *seconds, *memory])
+    about = (
+        f"{detail['token bytes'] / 1e9:g} GB of tokens with {detail['documents']:,} documents; "
+        f"fastest of {detail['processes']} processes"
+    )
+    head = ["documents from", "page cache", "time", "CPU time", "peak memory", "private memory"]
+    command = "python benchmarks/documents.py --out benchmarks/results/documents.json"
+    return table(head, rows) + measured_on(record, about, DOCUMENTS, path, command)
 
 
 def recipes(task: str, path: Path) -> str:
@@ -435,6 +458,7 @@ TABLES: dict[str, Callable[[str, Path], str]] = {
     "bench": bench,
     "compared": compared,
     "costs": costs,
+    "documents": prepared_documents,
     "figure": figure,
     "machines": machines,
     "methods": methods,

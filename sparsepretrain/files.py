@@ -7,8 +7,9 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 LONGEST_NAME = 200
 """Maximum bytes of a directory name: file systems allow 255, and temporary names are longer."""
@@ -52,12 +53,18 @@ def require_file(path: Path) -> None:
         raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
-def write_atomic(path: Path, content: str | bytes | memoryview, *, tag: str = "") -> None:
+def write_atomic(path: Path, content: str | bytes, *, tag: str = "") -> None:
+    """Replace ``path`` atomically by ``content`` (text as UTF-8); see :func:`replacing`."""
+    with replacing(path, tag=tag) as stream:
+        stream.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, tag: str = "") -> Iterator[BinaryIO]:
     """Replace ``path`` atomically: write and flush ``<name><tag>.tmp``, then rename it.
 
     Args:
         path: file in an existing directory.
-        content: content; text is written as UTF-8.
         tag: distinguishes temporary files of processes that may write ``path`` concurrently.
 
     Raises:
@@ -66,7 +73,7 @@ def write_atomic(path: Path, content: str | bytes | memoryview, *, tag: str = ""
     temporary = path.with_name(f"{path.name}{tag}.tmp")
     try:
         with open(temporary, "wb") as stream:
-            stream.write(content.encode() if isinstance(content, str) else content)
+            yield stream
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)

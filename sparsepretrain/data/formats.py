@@ -48,7 +48,7 @@ def amounts(options: Any, data: TokenData) -> tuple[str, dict[str, int]]:
     if source.kind not in FORMATS:
         return "tokens", {split: len(tokens) for split, tokens in data.tokens.items()}
     unit, documents = FORMATS[source.kind]
-    return unit, {split: len(data.ends(split)) // documents for split in data.tokens}
+    return unit, {split: data.documents(split) // documents for split in data.tokens}
 
 
 def records(data: TokenData, split: str) -> list[dict[str, Any]]:
@@ -72,8 +72,8 @@ class Images:
         self._source: Any = registry.get("source", options.source)(options)
         self._bytes, self._classes = data.tokens[split], classes
         self._where = f"{data.name}, {split} split"
-        self._ends = data.ends(split)
-        self.count = len(self._ends)
+        self._bounds = data.bounds[split]
+        self.count = data.documents(split)
         """Number of images."""
         if not self.count:
             raise DataError(f"{self._where}: no images")
@@ -99,8 +99,8 @@ class Images:
             raise DataError(text) from error
 
     def _entry(self, index: int) -> Any:
-        begin = self._ends[index - 1] if index else 0
-        return json.loads(bytes(self._bytes[begin : self._ends[index] - 1]))
+        begin, end = self._bounds[index], self._bounds[index + 1]
+        return json.loads(bytes(self._bytes[begin : end - 1]))  # byte 0 ends it
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +142,10 @@ def pairs(data: TokenData, split: str) -> Pairs:
         )
     if data.end_of_text is None:
         raise DataError(f"{data.name}: the tokenizer has no token that ends a sentence")
-    ends = data.ends(split)
-    if len(ends) % 2 or not len(ends) or ends[-1] != len(tokens):
+    if data.documents(split) % 2 or tokens[-1] != data.end_of_text:
         raise DataError(f"{file} does not hold pairs of sentences: delete {data.directory}")
-    begins = np.concatenate([[0], ends[:-1]])
-    bounds = np.stack([begins[::2], begins[1::2], ends[1::2]], axis=1)
-    return Pairs(tokens, bounds)
+    bounds = data.bounds[split]
+    return Pairs(tokens, np.stack([bounds[:-1:2], bounds[1::2], bounds[2::2]], axis=1))
 
 
 def references(data: TokenData, split: str) -> list[str]:

@@ -17,6 +17,8 @@ from sparsepretrain.errors import DataError
 
 MULTIPLE = 4
 """Padded lengths are multiples of this: groups of four tokens (MVUE) stay within a sentence."""
+CHUNK = 1 << 20
+"""Documents whose lengths are read at a time."""
 
 
 def epoch_words(seed: int, epoch: int, count: int) -> np.ndarray:
@@ -105,10 +107,14 @@ class Documents:
 
     def __init__(self, tokens: np.ndarray, bounds: np.ndarray, length: int, seed: int) -> None:
         """Take the documents between ``bounds`` of ``tokens``; see :func:`windows`."""
-        self._tokens, self._length = tokens, length
-        whole = np.diff(bounds) > 1
-        self._starts, self._stops = bounds[:-1][whole], bounds[1:][whole]
-        self.count = len(self._starts)
+        self._tokens, self._bounds, self._length = tokens, bounds, length
+        # in pieces: the bounds of a large corpus are gigabytes of a memory map
+        pieces = range(0, len(bounds) - 1, CHUNK)
+        short = [np.flatnonzero(np.diff(bounds[i : i + CHUNK + 1]) < 2) + i for i in pieces]
+        left_out = np.concatenate([np.zeros(0, dtype=np.int64), *short])
+        self._before = left_out - np.arange(len(left_out))
+        """Number of samples before each document that is left out."""
+        self.count = len(bounds) - 1 - len(left_out)
         """Documents per epoch."""
         self._order = Shuffle(self.count, seed)
 
@@ -121,15 +127,11 @@ class Documents:
         """
         rows = np.full((len(positions), self._length + 1), -1, dtype=np.int64)
         for row, sample in zip(rows, self._order.samples(step, list(positions), size), strict=True):
-            start = self._starts[sample.item]
-            stop = min(self._stops[sample.item], start + self._length)
+            document = sample.item + np.searchsorted(self._before, sample.item, side="right")
+            start = self._bounds[document]
+            stop = min(self._bounds[document + 1], start + self._length)
             row[: stop - start] = self._tokens[start:stop]
         return rows
-
-
-def document_bounds(data: TokenData, split: str) -> np.ndarray:
-    """Return 0, the index after each end-of-text token, and the number of tokens; int64."""
-    return np.unique(np.concatenate([[0], data.ends(split), [len(data.tokens[split])]]))
 
 
 def windows(
@@ -163,7 +165,7 @@ def windows(
                 f"task.documents: the tokenizer of {data.name} has no end-of-text token, which "
                 "separates documents; choose another data.tokenizer, or task.documents=false"
             )
-        found = Documents(tokens, document_bounds(data, split), length, seed)
+        found = Documents(tokens, data.bounds[split], length, seed)
         if not found.count:
             raise DataError(f"task.documents: the {split} split of {data.name} has no documents")
         return found

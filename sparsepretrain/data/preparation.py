@@ -14,19 +14,20 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from sparsepretrain import registry
 from sparsepretrain.data.encoding import Codec, open_codec
 from sparsepretrain.data.formats import FORMATS, raw_targets
-from sparsepretrain.data.source import SPLITS, TRAIN, VALIDATION, Shard, Source
+from sparsepretrain.data.source import SPLITS, TRAIN, VALIDATION, Document, Shard, Source
 from sparsepretrain.data.tokens import (
+    BOUND,
     MANIFEST,
     TOKENIZER,
     Damaged,
@@ -35,13 +36,17 @@ from sparsepretrain.data.tokens import (
     open_tokens,
 )
 from sparsepretrain.errors import DataError, SparsePretrainWarning
-from sparsepretrain.files import cache_directory, sync, write_atomic
+from sparsepretrain.files import cache_directory, replacing, sync, write_atomic
 
-VERSION = 2
+VERSION = 3
 """Version of layout and contents, hashed into directory names: others are never opened."""
 
 TRAINING_TEXT = 256 << 20
 """Maximum bytes of training text for a tokenizer; more hardly changes the result."""
+BATCH = 4 << 20
+"""Bytes or characters of text that a thread tokenizes at a time; a longer document is one batch."""
+PIECE = 16 << 20
+"""Bytes of a token file that are merged at a time; a multiple of every token's size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,15 +241,30 @@ def _tokenize(job: _Job, shards: list[Shard], workers: int | None, report: OnPro
 
 
 def _tokenize_shard(job: _Job, codec: Codec, shard: Shard) -> int:
-    documents = list(job.source.documents(shard))
-    encoded = codec.encode([text for text, _ in documents])
     end = np.array([] if codec.end_of_text is None else [codec.end_of_text], dtype=job.dtype)
-    parts = [end[:0]]
-    for ids, (_, last) in zip(encoded, documents, strict=True):
-        parts += [ids.astype(job.dtype, copy=False), end if last else end[:0]]
-    tokens = np.concatenate(parts)
-    write_atomic(job.file(shard), tokens.data)
-    return len(tokens)
+    count = 0
+    with replacing(job.file(shard)) as stream:
+        for documents in _batches(job.source.documents(shard)):
+            encoded = codec.encode([text for text, _ in documents])
+            for ids, (_, last) in zip(encoded, documents, strict=True):
+                for part in (ids.astype(job.dtype, copy=False), end if last else end[:0]):
+                    stream.write(part.data)
+                    count += len(part)
+    return count
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    """Yield the documents of a shard, which may be larger than memory, some at a time."""
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document[0])
+        if size > BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _merge(job: _Job, shards: list[Shard], report: OnProgress) -> Path:
@@ -253,22 +273,24 @@ def _merge(job: _Job, shards: list[Shard], report: OnProgress) -> Path:
     shutil.rmtree(final, ignore_errors=True)
     final.mkdir()
     total = sum(job.file(shard).stat().st_size for shard in shards)
-    done, phase = 0, _Phase(report, "writing", total, "bytes")
-    counts, digests = {}, {}
+    phase = _Phase(report, "writing", total, "bytes")
+    end = open_codec(job.tokenizer).end_of_text
+    done, counts, digests, bounds = 0, {}, {}, {}
     made = {shard.split for shard in shards} | {TRAIN, VALIDATION}
     for split in (split for split in SPLITS if split in made):
-        digest, begin = hashlib.sha256(), done
-        with open(final / f"{split}.bin", "wb") as stream:
-            for shard in (shard for shard in shards if shard.split == split):
-                content = job.file(shard).read_bytes()
-                digest.update(content)
-                stream.write(content)
-                done += len(content)
+        with (
+            open(final / f"{split}.bin", "wb") as tokens_file,
+            open(final / f"{split}.bounds", "wb") as bounds_file,
+        ):
+            tokens, documents = _Hashed(tokens_file), _Bounds(bounds_file, end)
+            for piece in _pieces(job, (shard for shard in shards if shard.split == split)):
+                tokens.write(piece)
+                documents.add(piece)
+                done += piece.nbytes
                 phase(done)
-            stream.flush()
-            os.fsync(stream.fileno())
-        counts[split] = (done - begin) // np.dtype(job.dtype).itemsize
-        digests[f"{split}.bin"] = digest.hexdigest()
+            digests[f"{split}.bin"] = tokens.finish()
+            bounds[f"{split}.bounds"] = documents.finish()
+        counts[split] = documents.tokens
     if counts[TRAIN] == 0:
         raise DataError(f"{job.source.options.name}: the train split has no text")
     if job.tokenizer is not None:
@@ -285,13 +307,62 @@ def _merge(job: _Job, shards: list[Shard], report: OnProgress) -> Path:
         "vocab_size": job.source.vocab_size,
         "dtype": job.dtype,
         "tokens": counts,
-        "end_of_text": open_codec(job.tokenizer).end_of_text,
+        "end_of_text": end,
         "sha256": digests,
+        "bounds": bounds,
         "references": references,
         "options": asdict(job.source.options),
     }
     write_atomic(final / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     return final
+
+
+def _pieces(job: _Job, shards: Iterable[Shard]) -> Iterator[np.ndarray]:
+    """Yield the tokens of ``shards`` in pieces of at most ``PIECE`` bytes."""
+    for shard in shards:
+        with open(job.file(shard), "rb") as stream:
+            while content := stream.read(PIECE):
+                yield np.frombuffer(content, job.dtype)
+
+
+class _Hashed:
+    """Stream of a new file with the SHA-256 of what was written."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream, self._hash = stream, hashlib.sha256()
+
+    def write(self, array: np.ndarray) -> None:
+        self._hash.update(array.data)
+        self._stream.write(array.data)
+
+    def finish(self) -> str:
+        """Flush the file to disk and return the hash."""
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        return self._hash.hexdigest()
+
+
+class _Bounds(_Hashed):
+    """Stream of a ``<split>.bounds`` file; the tokens of the split come in pieces."""
+
+    def __init__(self, stream: BinaryIO, end: int | None) -> None:
+        super().__init__(stream)
+        self._end, self._last = end, 0
+        self.tokens = 0
+        self.write(np.array([0], BOUND))
+
+    def add(self, piece: np.ndarray) -> None:
+        """Write the index after each end-of-text token of the next ``piece``."""
+        ends = (np.flatnonzero(piece == self._end) + (self.tokens + 1)).astype(BOUND)
+        self.write(ends)
+        self.tokens += len(piece)
+        self._last = int(ends[-1]) if len(ends) else self._last
+
+    def finish(self) -> str:
+        """Write the end of a last document without an end-of-text token; see :class:`_Hashed`."""
+        if self.tokens > self._last:
+            self.write(np.array([self.tokens], BOUND))
+        return super().finish()
 
 
 def _publish(final: Path, directory: Path) -> None:

@@ -1,10 +1,11 @@
 """Prepared token files, opened as memory maps.
 
-A prepared directory holds ``train.bin`` and ``validation.bin`` (raw little-endian integers),
-``tokenizer.json`` unless tokens are bytes, ``manifest.json``, and the raw targets of held-out
-pairs. It appears by one rename, so a directory with a manifest is complete. Checksums are compared
-before it is opened, unless size, modification time and inode of every file equal those in
-``verified.json``, written after the last successful check.
+A prepared directory holds ``<split>.bin`` (tokens) and ``<split>.bounds`` (where its documents
+begin and end) of each split as raw little-endian integers, ``tokenizer.json`` unless tokens are
+bytes, ``manifest.json``, and the raw targets of held-out pairs. It appears by one rename, so a
+directory with a manifest is complete. Checksums are compared before it is opened, unless size,
+modification time and inode of every file equal those in ``verified.json``, written after the last
+successful check.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 VERIFIED = "verified.json"
 """File -> [bytes, modification time in ns, inode] at the last successful check."""
-CHUNK = 1 << 24
-"""Tokens read at a time."""
+BOUND = np.dtype("<i8")
+"""Type of the entries of ``<split>.bounds``."""
 
 
 class Damaged(DataError):
@@ -59,6 +60,9 @@ class TokenData:
     """tokenizer.json of the ``tokenizers`` library; None: tokens are bytes."""
     end_of_text: int | None
     """Token after each document."""
+    bounds: dict[str, np.ndarray]
+    """Split -> read-only memory map (documents + 1) of int64: document i is tokens[bounds[i] :
+    bounds[i + 1]], its end-of-text token included; only the last document may lack one."""
     references: dict[str, Path] = field(default_factory=dict)
     """Held-out split of pairs -> its raw targets, each followed by byte 0."""
 
@@ -66,13 +70,9 @@ class TokenData:
         """Return the text of the tokens ``ids``."""
         return open_codec(self.tokenizer_file).decode([int(i) for i in ids])
 
-    def ends(self, split: str) -> np.ndarray:
-        """Return the index after each end-of-text token of a split, ascending int64."""
-        tokens, found = self.tokens[split], [np.zeros(0, dtype=np.int64)]
-        # comparing a whole memory map would take as much memory as a large file
-        for i in range(0, len(tokens), CHUNK):
-            found.append(np.flatnonzero(tokens[i : i + CHUNK] == self.end_of_text) + (i + 1))
-        return np.concatenate(found)
+    def documents(self, split: str) -> int:
+        """Return the number of documents of a split."""
+        return len(self.bounds[split]) - 1
 
 
 def open_tokens(directory: Path, *, known: bool = False) -> TokenData:
@@ -86,12 +86,15 @@ def open_tokens(directory: Path, *, known: bool = False) -> TokenData:
         Damaged: a file is missing or has other contents.
     """
     manifest = _read_manifest(directory)
-    _verify(directory, manifest["sha256"] | manifest["references"], known=known)
+    sums = manifest["sha256"] | manifest["bounds"] | manifest["references"]
+    _verify(directory, sums, known=known)
     dtype = np.dtype(manifest["dtype"])
-    tokens = {}
+    tokens: dict[str, np.ndarray] = {}
+    bounds: dict[str, np.ndarray] = {}
     for split, count in manifest["tokens"].items():
         file = directory / f"{split}.bin"
         tokens[split] = np.memmap(file, dtype, mode="r") if count else np.zeros(0, dtype)
+        bounds[split] = np.memmap(directory / f"{split}.bounds", BOUND, mode="r")
     return TokenData(
         manifest["name"],
         directory,
@@ -100,6 +103,7 @@ def open_tokens(directory: Path, *, known: bool = False) -> TokenData:
         tokens,
         directory / TOKENIZER if TOKENIZER in manifest["sha256"] else None,
         manifest["end_of_text"],
+        bounds,
         {file.partition(".")[0]: directory / file for file in manifest["references"]},
     )
 

@@ -79,6 +79,13 @@ def test_what_loops_save(run):
     assert len(cases) == len(cpu.LOOPS)
 
 
+def test_both_ways_of_finding_documents_are_measured(run):
+    code, cases = run("documents", methods=False)
+    ways = {"scan, cold", "bounds, cold", "scan, warm", "bounds, warm"}
+    assert code == 0 and set(labels(cases, "find documents, ")) == ways
+    assert all(case["detail"]["documents"] > 100_000 for case in cases)
+
+
 def test_an_unknown_method_is_refused(run):
     with pytest.raises(ConfigError, match="'sst'"):
         linear.timed_methods(["sst"])

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from token_cases import token_data
 
 from sparsepretrain.data.formats import Pairs, pairs
 from sparsepretrain.data.order import Buckets
-from sparsepretrain.data.tokens import TokenData
 from sparsepretrain.errors import DataError
 
 
@@ -65,8 +65,7 @@ def test_pair_longer_than_the_budget_has_its_own_bucket():
 
 
 def stream(tmp_path, tokens, end=0):
-    array = np.array(tokens, dtype=np.uint16)
-    return TokenData("mine", tmp_path, "f", 300, {"train": array}, None, end)
+    return token_data({"train": np.array(tokens, dtype=np.uint16)}, end, tmp_path, 300)
 
 
 def test_pairs_of_a_token_stream(tmp_path):

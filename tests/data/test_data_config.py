@@ -29,6 +29,8 @@ def test_mask_token_is_known_by_tokenizer(options, tokenizer, has_mask):
         ("python_source", {"roots": []}, "data.roots"),
         ("text_files", {"files": []}, "data.files"),
         ("text_files", {"test": []}, "data.test"),
+        ("text_files", {"files": ["a.txt", "b.jsonl"]}, "data.files has 'b.jsonl'"),
+        ("text_files", {"validation": ["*.parquet"]}, "data.validation has '*.parquet'"),
         ("wikitext2", {"validation": 0.1}, "data.rows=lines"),
         ("openwebtext", {"path": "json"}, "data.data_files"),
         ("openwebtext", {"data_files": ["x"]}, "data.data_files needs data.path"),

@@ -1,8 +1,9 @@
-"""Text of the ``datasets`` library, and splits named by the options."""
+"""Text of the hub and of local rows, and splits named by the options."""
 
 import json
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from sparsepretrain.data import hub
 from sparsepretrain.data.order import windows
 from sparsepretrain.data.preparation import load, prepare
-from sparsepretrain.data.sources import hf_text
+from sparsepretrain.data.sources import _rows, hf_text
 from sparsepretrain.errors import DataError
 
 datasets = pytest.importorskip("datasets")
@@ -63,20 +64,37 @@ def assert_nothing_prepared(cache):
     assert not list(cache.glob("*/manifest.json"))
 
 
-def test_local_rows_are_split_by_document_as_nanogpt_does(options, rows, monkeypatch):
+def documents_of(data):
+    found = {}
+    for split, tokens in data.tokens.items():
+        pieces = np.split(tokens, np.flatnonzero(tokens == data.end_of_text) + 1)[:-1]
+        found[split] = [data.decode(piece[:-1]) for piece in pieces]
+    return found
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_documents_are_split_as_nanogpt_does(options, rows, tmp_path, monkeypatch, local):
     monkeypatch.setattr(hf_text.HfText, "shard_rows", 30)
-    changes = {"data_files": [str(rows)], "validation": 0.1, "tokenizer": "bpe", "vocab_size": 300}
+    monkeypatch.setattr(_rows, "SHARD_BYTES", 999)
+    changes = {"validation": 0.1, "tokenizer": "bpe", "vocab_size": 300}
+    if local:  # the rows keep their order
+        changes["data_files"] = [str(rows)]
+    else:  # a directory as the hub has it
+        clone = tmp_path / "clone"
+        clone.mkdir()
+        rows.rename(clone / "train.jsonl")
+        rows, changes["path"] = clone / "train.jsonl", str(clone)
     chosen = options("openwebtext", **LOCAL | changes)
     data = prepare(chosen, workers=2)
-    end = data.end_of_text
-    prepared = {}
-    for split, tokens in data.tokens.items():
-        pieces = np.split(tokens, np.flatnonzero(tokens == end) + 1)[:-1]
-        prepared[split] = [data.decode(piece[:-1]) for piece in pieces]
+    found = documents_of(data)
     reference = datasets.load_dataset("json", data_files=[str(rows)], split="train")
     reference = reference.train_test_split(test_size=0.1, seed=2357, shuffle=True)
-    assert prepared["validation"] == [t for t in reference["test"]["text"] if t]
-    assert prepared["train"] == [t for t in reference["train"]["text"] if t]
+    expected = {"train": reference["train"]["text"], "validation": reference["test"]["text"]}
+    for split, texts in expected.items():
+        texts = [text for text in texts if text]
+        if local:
+            texts.sort(key=lambda text: int(text.split()[1]))
+        assert found[split] == texts
     assert load(chosen).fingerprint == data.fingerprint
 
 
@@ -133,22 +151,34 @@ def test_preparing_without_network_fails_at_once(options, cache, config):
     assert_nothing_prepared(cache)
 
 
-def test_missing_package_is_named(options, rows, monkeypatch):
+def test_a_missing_package_is_named_and_local_json_needs_none(options, rows, mirror, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"pip install 'sparsepretrain\[hf\]'"):
-        prepare(options("openwebtext", **LOCAL, data_files=[str(rows)]))
+    files = [str(mirror[1]["train"])]
+    parquet = options("openwebtext", **LOCAL | {"path": "parquet", "data_files": files})
+    assert load(parquet).documents("train") > 1
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for chosen, extra in (
+        (options("openwebtext"), "hf"),
+        (options("openwebtext", **LOCAL | {"path": "text", "data_files": [str(rows)]}), "hf"),
+        (replace(parquet, name="again", seed=1), "parquet"),
+    ):
+        with pytest.raises(DataError, match=rf"pip install 'sparsepretrain\[{extra}\]'"):
+            prepare(chosen)
+    assert load(options("openwebtext", **LOCAL, data_files=[str(rows)])).documents("train") > 1
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"text_column": "body"}, "no column 'body' (it has text, n)"),
+        ({"text_column": "body"}, "rows.jsonl, line 1: no column 'body' (it has 'text', 'n')"),
         ({"text_column": "n"}, "'n' holds int, not text"),
-        ({"split": "dev"}, "datasets cannot load data.path=json: "),
-        ({"validation": "dev"}, "datasets cannot load data.path="),
+        ({"split": "dev"}, "data.split: data.data_files has no 'dev' (it has train)"),
+        ({"validation": "dev"}, "data.validation: data.data_files has no 'dev' (it has train)"),
+        ({"path": "csv", "split": "dev"}, "datasets cannot load data.path=csv: "),
         ({"data_files": ["absent/*.json"]}, "data.data_files: no file matches absent/*.json"),
         ({"tokenizer": "gpt2"}, "data.tokenizer: cannot read gpt2 from the hub"),
-        ({"split": "train[:1]"}, "has 1 documents: too few"),
+        ({"split": "train[:1]"}, "data_files has no 'train[:1]'"),
+        ({"path": "text", "split": "train[:1]"}, "has 1 documents: too few"),
     ],
 )
 def test_unsuitable_data_is_refused(options, rows, cache, changes, expected):
@@ -158,7 +188,7 @@ def test_unsuitable_data_is_refused(options, rows, cache, changes, expected):
     assert_nothing_prepared(cache)
 
 
-def test_library_settings_are_restored(options, rows, monkeypatch):
+def test_library_settings_are_restored(options, mirror, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
 
@@ -172,7 +202,7 @@ def test_library_settings_are_restored(options, rows, monkeypatch):
         )
 
     before = state()
-    prepare(options("openwebtext", **LOCAL, data_files=[str(rows)]))
+    prepare(options("wikitext2", path=str(mirror[0]), tokenizer="bytes"))
     assert state() == before
 
 

@@ -1,17 +1,15 @@
-from pathlib import Path
-
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from token_cases import token_data
 
 from sparsepretrain.data import order
 from sparsepretrain.data.order import windows
-from sparsepretrain.data.tokens import TokenData
 
 
-def data(count: int, held_out: int = 0) -> TokenData:
-    tokens = {"train": np.arange(count), "validation": np.arange(held_out)}
-    return TokenData("x", Path("/prepared"), "f", 1 << 30, tokens, None, None)
+def data(count: int, held_out: int = 0):
+    return token_data({"train": np.arange(count), "validation": np.arange(held_out)})
 
 
 @settings(max_examples=150, deadline=None)
@@ -99,13 +97,10 @@ def test_complete_evaluation_predicts_every_token_once(length, extra, seed, size
     assert (held_out.batch(1, [0], held_out.count) == rows[:1]).all(), "every pass is the same"
 
 
-def ended_by_zero(tokens, directory=Path("/prepared")):
-    return TokenData("x", directory, "f", 99, {"train": np.array(tokens)}, None, 0)
-
-
 def documents(lengths, length, seed=0):
     """Documents of increasing tokens, each ended by 0, with the order of ``windows``."""
-    opened = ended_by_zero(np.concatenate([np.r_[np.arange(1, n), 0] for n in lengths]))
+    tokens = np.concatenate([np.r_[np.arange(1, n), 0] for n in lengths])
+    opened = token_data({"train": tokens}, end=0)
     return windows(opened, "train", length, seed, documents=True)
 
 
@@ -131,11 +126,15 @@ def test_an_epoch_visits_the_beginning_of_every_document_once(lengths, length, s
 
 def test_documents_without_a_token_to_predict_are_left_out():
     assert documents([1, 5, 1, 1, 2], 8).count == 2
-    opened = ended_by_zero([0, 0, 3, 4])  # the last document has no end
+    opened = token_data({"train": [0, 0, 3, 4]}, end=0)  # the last document has no end
     rows = windows(opened, "train", 4, 0, documents=True).batch(0, [0], 1)
     assert rows.tolist() == [[3, 4, -1, -1, -1]]
 
 
-def test_bounds_of_documents():
-    opened = ended_by_zero([3, 0, 4, 5, 0, 6, 0])
-    assert order.document_bounds(opened, "train").tolist() == [0, 2, 5, 7]
+@pytest.mark.parametrize("chunk", [1, 2, 3, 100])
+def test_documents_are_the_same_however_many_bounds_are_read_at_a_time(monkeypatch, chunk):
+    monkeypatch.setattr(order, "CHUNK", chunk)
+    lengths = [1, 1, 4, 2, 1, 6, 3, 1]
+    found = documents(lengths, 9)
+    rows = found.batch(0, range(found.count), found.count)
+    assert sorted((rows >= 0).sum(1)) == [2, 3, 4, 6]

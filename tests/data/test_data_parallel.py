@@ -1,13 +1,16 @@
-"""Sentence pairs of the user in two files, and what can be wrong with them."""
+"""Sentence pairs of the user, and what can be wrong with them."""
 
 import json
+import sys
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from sparsepretrain.data import hub, source
-from sparsepretrain.data.preparation import prepare
+from sparsepretrain.data.preparation import load, prepare
 from sparsepretrain.data.sources import hf_pairs
-from sparsepretrain.errors import DataError
+from sparsepretrain.errors import ConfigError, DataError
 
 PLAIN = {"tokenizer": "bytes", "vocab_size": None, "validation": None}
 
@@ -102,6 +105,50 @@ def test_columns_named_by_language_become_pairs(options, wmt, tmp_path, pair_tex
     changes = wmt | {"path": str(root), "validation": None, "test": None}
     data = prepare(options("wmt14_ende", **changes), workers=1)
     assert pair_texts(data, "train") == [("one", "eins")]
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_local_rows_become_pairs(options, tmp_path, monkeypatch, pair_texts, nested, suffix):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    pairs = [{"en": f"sentence {i} é", "de": f"Satz {i}"} for i in range(9)]
+    pairs[3]["de"] = None
+    rows = [{"translation": pair} for pair in pairs] if nested else pairs
+    changes = {"tokenizer": "bytes", "vocab_size": None, "test": None}
+    for split, part in (("train", rows[:6]), ("validation", rows[6:])):
+        file = tmp_path / f"{split}[1].{suffix}"
+        if suffix == "parquet":
+            parquet.write_table(pyarrow.Table.from_pylist(part), file, row_group_size=2)
+        else:
+            file.write_text("".join(json.dumps(row) + "\n" for row in part))
+        changes[split] = str(file)
+    data = load(options("wmt14_ende", **changes))  # offline: no `prepare` needed
+    expected = [(p["en"], p["de"]) for p in pairs]
+    assert pair_texts(data, "train") == [*expected[:3], *expected[4:6]]
+    assert pair_texts(data, "validation") == expected[6:]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"en": "a"}, r"line 2: no column 'de' \(it has 'en'\)"),
+        ({"translation": {"en": "a", "fr": "b"}}, r"line 2: no column 'de' \(it has 'en', 'fr'\)"),
+        ({"translation": "a"}, "line 2: column 'translation' holds str, not a text per language"),
+        ({"en": "a", "de": 1}, "line 2: column 'de' holds int, not text"),
+    ],
+)
+def test_unsuitable_local_pairs_are_named(options, tmp_path, cache, row, message):
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"en": "a", "de": "b"}) + "\n" + json.dumps(row) + "\n")
+    changes = PLAIN | {"train": str(file), "test": None}
+    with pytest.raises(DataError, match=message) as caught:
+        prepare(options("wmt14_ende", **changes), workers=1)
+    assert str(file) in str(caught.value) and nothing_prepared(cache)
+
+
+def test_a_local_file_and_a_split_of_the_hub_do_not_mix(options):
+    with pytest.raises(ConfigError, match=r"data\.test 'test' is not a \.jsonl.*data\.test=null"):
+        options("wmt14_ende", **PLAIN | {"train": "a.jsonl"})
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,14 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sparsepretrain import registry
+from sparsepretrain.data import preparation
 from sparsepretrain.data.encoding import LONGEST_WORD, FileCodec, train_bpe, train_wordpiece
 from sparsepretrain.data.order import windows
 from sparsepretrain.data.preparation import load, prepare
@@ -129,13 +131,16 @@ def test_tokenizer_file_is_used_and_checked(options, corpus, tmp_path, cache):
         load(options("python_source", vocab_size=size, **chosen))
 
 
-@pytest.mark.parametrize("name", ["train.bin", "validation.bin", "tokenizer.json"])
+@pytest.mark.parametrize(
+    "name", ["train.bin", "validation.bin", "train.bounds", "validation.bounds", "tokenizer.json"]
+)
 def test_damage_is_named_and_repaired(options, corpus, cache, monkeypatch, name):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     chosen = options("python_source", roots=[str(corpus)], tokenizer="bpe", vocab_size=270)
     data = prepare(chosen)
     file, whole = data.directory / name, (data.directory / name).read_bytes()
-    flipped = whole[:99] + bytes([whole[99] ^ 1]) + whole[100:]
+    at = len(whole) // 2
+    flipped = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
     other, gone = "does not match its checksum", "cannot be read (No such file or directory)"
     for content, problem in [(whole[:-3], other), (None, gone), (flipped, other)]:
         file.unlink() if content is None else file.write_bytes(content)
@@ -171,6 +176,41 @@ def test_damaged_manifest_is_prepared_again(options, corpus):
         file.write_text(content)
         with pytest.warns(SparsePretrainWarning, match=r"manifest\.json"):
             assert load(chosen).fingerprint == data.fingerprint
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe", "file"])
+@pytest.mark.parametrize("piece", [8, 1 << 20])
+def test_bounds_of_documents_are_prepared(options, corpus, tmp_path, monkeypatch, tokenizer, piece):
+    monkeypatch.setattr(preparation, "PIECE", piece)
+    monkeypatch.setattr(_files, "SHARD_BYTES", 4000)
+    changes = {"roots": [str(corpus)], "tokenizer": tokenizer}
+    if tokenizer == "bpe":
+        changes["vocab_size"] = 270
+    if tokenizer == "file":  # has no end-of-text token
+        file = tmp_path / "mine.json"
+        file.write_text(train_bpe(["x"], 270).replace("<|endoftext|>", "<|other|>"))
+        changes |= {"tokenizer": str(file), "vocab_size": 270}
+    data = prepare(options("python_source", **changes))
+    counts = []
+    for split, tokens in data.tokens.items():
+        bounds = data.bounds[split]
+        ends = [] if data.end_of_text is None else np.flatnonzero(tokens == data.end_of_text) + 1
+        assert bounds.tolist() == np.unique([0, *ends, len(tokens)]).tolist()
+        assert isinstance(bounds, np.memmap)
+        counts.append(data.documents(split))
+    assert sum(counts) == 40 if tokenizer != "file" else counts == [1, 1]
+
+
+def test_opening_documents_reads_bounds_and_no_tokens(options, corpus):
+    chosen = options("python_source", roots=[str(corpus)])
+    data = load(chosen)
+
+    class Unread:
+        def __len__(self):
+            return len(data.tokens["train"])
+
+    opened = replace(data, tokens={"train": Unread()})
+    assert windows(opened, "train", 8, 0, documents=True).count == data.documents("train") > 30
 
 
 class Killed(BaseException):

@@ -1,4 +1,4 @@
-"""Records: local files, errors with file and row, stand-in data."""
+"""Records: local files, errors with file and line, stand-in data."""
 
 import json
 from pathlib import Path
@@ -57,7 +57,7 @@ def test_links_and_names_with_brackets_are_the_files_that_they_name(tmp_path):
 
 def test_a_key_may_appear_late_in_a_large_file(tmp_path):
     (row,) = sentences(1)
-    rows = [{**row, "sentence1": "a" * 4096}] * 2700  # datasets reads chunks of 10 MiB
+    rows = [{**row, "sentence1": "a" * 4096}] * 2700
     found = records(load(files(tmp_path, [*rows, {**row, "note": "late"}])), "train")
     assert len(found) == 2701
 
@@ -87,32 +87,42 @@ SPAN = {"question": "q", "context": "a b c", "answers": ANSWERS}
 @pytest.mark.parametrize(
     ("task", "row", "message"),
     [
-        ("glue/mrpc", {"sentence1": "a", "sentence2": "b"}, "no label (None)"),
+        ("glue/mrpc", {"sentence1": "a", "sentence2": "b"}, "no column 'label' (it has"),
+        ("glue/mrpc", {**ROW, "label": None}, "no label (None)"),
         ("glue/mrpc", {**ROW, "label": -1}, "no label (-1)"),
         ("glue/mrpc", {**ROW, "label": 2}, "label 2"),
+        ("glue/mrpc", {**ROW, "label": "maybe"}, "label 'maybe'"),
         ("glue/mrpc", {**ROW, "sentence2": None}, "column 'sentence2' holds NoneType, not text"),
+        ("glue/mrpc", {**ROW, "sentence2": 5}, "column 'sentence2' holds int, not text"),
+        ("glue/mrpc", {**ROW, "sentence2": "\ud83d"}, "'sentence2' is not Unicode text"),
+        ("glue/stsb", {**ROW, "label": "high"}, "label 'high' is not a number"),
         ("squad", {**SPAN, "context": "a c b"}, "'b c'"),
         ("squad", {**SPAN, "answers": {"text": ["b"]}}, "answer_start"),
         ("squad", {**SPAN, "answers": {"text": [], "answer_start": []}}, "holds no answer"),
     ],
 )
-def test_bad_rows_name_file_and_row(tmp_path, capfd, task, row, message):
+def test_bad_rows_name_file_and_line(tmp_path, capfd, task, row, message):
     file = write_rows(tmp_path / "bad.jsonl", [SPAN if task == "squad" else ROW, row])
     with pytest.raises(DataError) as caught:
         load(options(f"finetune={task}", f"data.train=['{file}']", "data.validation=[]"))
-    assert str(caught.value).startswith(f"{file}, row 1: ") and message in str(caught.value)
+    assert str(caught.value).startswith(f"{file}, line 2: ") and message in str(caught.value)
     assert not [d for d in (tmp_path / "cache").iterdir() if (d / "manifest.json").exists()]
 
 
 def test_unreadable_files_are_named(tmp_path, capfd):
     file = tmp_path / "rows.jsonl"
     words = [f"data.train=['{file}']", "data.validation=[]"]
-    mixed = "\n".join(json.dumps(ROW | {"label": label}) for label in (1, "maybe"))
-    for content in ('{"sentence1"\n', "[1]\n", b"\xff\xfe", mixed):
-        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    good = json.dumps(ROW).encode()
+    for content, place in (
+        (b'{"sentence1"\n', ", line 1: expected one JSON object per line"),
+        (good + b"\n\n[2]\n", ", line 3: expected a JSON object, got list"),
+        (good + b"\n\xff\xfe", ", line 2: not UTF-8 text"),
+        (b"[%b, 5]" % good, ", row 1: expected a JSON object, got int"),
+    ):
+        file.write_bytes(content)
         with pytest.raises(DataError) as caught:
             load(options(*words))
-        assert str(file) in str(caught.value) and "\n" not in str(caught.value)
+        assert str(caught.value).startswith(f"{file}{place}") and "\n" not in str(caught.value)
     with pytest.raises(DataError, match=r"data\.validation: .*rows\.jsonl .*data\.train"):
         load(options(f"data.train=['{file}']", f"data.validation=['{tmp_path}/*.jsonl']"))
     with pytest.raises(DataError, match="no file matches"):

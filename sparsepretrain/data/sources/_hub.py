@@ -89,15 +89,15 @@ class HubSource(Source):
 
 
 def load_rows(
-    options: Any, split: str, *, instead: str, data_files: dict[str, list[str]], **builder: Any
+    options: Any, split: str, *, instead: str, data_files: dict[str, list[str]] | None = None
 ) -> Any:
     """Load a split (or a slice such as train[:10%]) of the dataset of ``options``.
 
     ``instead`` is the remedy without network; ``data_files`` are local files if ``path`` is a
-    file format, and ``builder`` further options of the format.
+    file format.
     """
     name, path = options.name, os.path.expanduser(options.path)
-    files = {key: list(map(os.path.expanduser, value)) for key, value in data_files.items()}
+    files = {key: list(map(os.path.expanduser, value)) for key, value in (data_files or {}).items()}
     with needs(name, "datasets", "hf"):
         from datasets import load_dataset
     try:
@@ -108,7 +108,6 @@ def load_rows(
                 split=split,
                 revision=options.revision,
                 data_files=files or None,
-                **builder,
             )
     except ConnectionError as error:
         raise DataError(

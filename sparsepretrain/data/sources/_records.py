@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import glob
 import json
-import os
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from sparsepretrain.data.source import SPLITS, TRAIN, Document, Shard, Source, SourceOptions, ranges
+from sparsepretrain.data.source import SPLITS, Document, Shard, Source, SourceOptions, ranges
 from sparsepretrain.data.sources._files import TextFile, match, refuse_shared
 from sparsepretrain.data.sources._hub import load_rows
-from sparsepretrain.errors import DataError, Problems
+from sparsepretrain.data.sources._rows import SUFFIXES, Piece, Row, cut, format_of, located
+from sparsepretrain.errors import Problems
 
 SHARD_ROWS = 16384
-"""Rows per shard."""
-FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-"""Suffix of local files -> format of ``datasets``; other names are splits of a hub repository."""
-
-Row = dict[str, Any]
+"""Rows of a hub split per shard."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,9 +37,7 @@ class RecordOptions(SourceOptions):
     @property
     def local(self) -> bool:
         """True if the entries are files."""
-        return any(
-            Path(entry).suffix in FILES for entries in self.entries.values() for entry in entries
-        )
+        return any(format_of(entry) for entries in self.entries.values() for entry in entries)
 
     def problems(self) -> Problems:
         yield from SourceOptions.problems(self)
@@ -53,10 +45,10 @@ class RecordOptions(SourceOptions):
             yield "train", "must name a split or a file"
         for key, entries in self.entries.items():
             for entry in entries if self.local else []:
-                if Path(entry).suffix not in FILES:
+                if format_of(entry) is None:
                     # shipped configurations name hub splits
                     hint = f"; give files for data.{key} too, or data.{key}=[]"
-                    yield key, f"{entry!r} is not a {', '.join(FILES)} file{hint}"
+                    yield key, f"{entry!r} is not a {', '.join(SUFFIXES)} file{hint}"
         if not self.local and not self.path:
             yield "path", "must be a hub repository, or let data.train name files"
 
@@ -88,31 +80,28 @@ class RecordSource(Source):
 
     def shards(self) -> list[Shard]:
         if self.options.local:
-            entries = [(split, part, file.path) for split, part, file in self._files()]
-        else:
-            named = self.options.entries.items()
-            entries = [(split, *each) for split, names in named for each in enumerate(names)]
-        opened = (
-            (split, part, entry, self._open(split, part, entry)) for split, part, entry in entries
-        )
+            return [
+                Shard(split, piece.rows, (part, piece))
+                for split, part, file in self._files()
+                # of the configured entry: a file that it links to may have another suffix
+                for piece in cut(file.path, format_of(self.options.entries[split][part]) or "json")
+            ]
+        instead = "let data.train and data.validation name local files"
         return [
-            replace(shard, items=(part, entry, rows.select(range(*shard.items)), shard.items[0]))
-            for split, part, entry, rows in opened
+            replace(shard, items=(part, _HubPiece(entry, rows, *shard.items)))
+            for split, entries in self.options.entries.items()
+            for part, entry in enumerate(entries)
+            for rows in [load_rows(self.options, entry, instead=instead)]
             for shard in ranges(split, len(rows), SHARD_ROWS)
         ]
 
     def documents(self, shard: Shard) -> Iterator[Document]:
         """Yield the records of one shard; errors name the file or the split, and the row."""
-        part, entry, rows, begin = shard.items
-        for number, row in enumerate(rows, begin):
-            place = f"{entry}, row {number}"
-            try:
+        part, piece = shard.items
+        assert isinstance(piece, Piece | _HubPiece)
+        for place, row in piece.read():
+            with located(place, row):
                 document = encode(self.record(row, part))
-            except KeyError as error:
-                known = ", ".join(map(repr, row))
-                raise DataError(f"{place}: no column {error} (it has {known})") from error
-            except ValueError as error:
-                raise DataError(f"{place}: {str(error)[:200]}") from error
             yield document, True
 
     def _files(self) -> Iterator[tuple[str, int, TextFile]]:
@@ -121,28 +110,22 @@ class RecordSource(Source):
                 for file in match(f"data.{split}", entry):
                     yield split, part, file
 
-    def _open(self, split: str, part: int, entry: str) -> Any:
-        """Return the rows of a file or of a hub split."""
-        instead = "let data.train and data.validation name local files"
-        options, name, files, more = self.options, entry, {}, {}
-        if options.local:
-            name, files = TRAIN, {TRAIN: [glob.escape(entry)]}  # `datasets` takes entries for globs
-            # of the configured entry: a file that it links to may have another suffix
-            kind = FILES[Path(options.entries[split][part]).suffix]
-            options = replace(options, path=kind, subset=None, revision=None)
-            # JSON in one chunk: a later one must have the keys of the first
-            more = {"chunksize": max(1, os.path.getsize(entry))} if kind == "json" else {}
-        return load_rows(options, name, instead=instead, data_files=files, **more)
+
+@dataclass(frozen=True, slots=True)
+class _HubPiece:
+    """Rows ``begin`` to ``end`` of a hub split."""
+
+    split: str
+    dataset: Any
+    begin: int
+    end: int
+
+    def read(self) -> Iterator[tuple[str, Row]]:
+        """Yield the rows with their places; see :meth:`Piece.read`."""
+        for number, row in enumerate(self.dataset.select(range(self.begin, self.end)), self.begin):
+            yield f"{self.split}, row {number}", row
 
 
 def encode(record: Row) -> bytes:
     """Encode a record as a document; JSON never contains byte 0, the terminator."""
     return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-def text(row: Row, column: str) -> str:
-    """Return the text in ``column``; raise KeyError or ValueError if there is none."""
-    value = row[column]
-    if not isinstance(value, str):
-        raise ValueError(f"column {column!r} holds {type(value).__name__}, not text")
-    return value

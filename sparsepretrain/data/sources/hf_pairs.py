@@ -1,4 +1,4 @@
-"""Parallel text loaded by ``datasets``, such as the corpora of WMT."""
+"""Parallel text of the hub, such as WMT's, loaded by ``datasets``, or of local files."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from sparsepretrain.data.source import Document, Shard, SourceOptions, TokenOptions
+from sparsepretrain.data.source import SPLITS, Document, Shard, SourceOptions, TokenOptions
+from sparsepretrain.data.sources._files import TextFile, match, refuse_shared
 from sparsepretrain.data.sources._hub import HubOptions, HubSource
+from sparsepretrain.data.sources._rows import SUFFIXES, Row, cut, format_of, located, text
 from sparsepretrain.errors import DataError, Problems
 from sparsepretrain.registry import register
 
@@ -24,8 +26,17 @@ class Options(HubOptions, TokenOptions):
     validation: str | None
     test: str | None
 
+    @property
+    def local(self) -> dict[str, str]:
+        """Split -> local file or glob; empty: all splits are those of a data set."""
+        return {k: name for k in SPLITS if format_of(name := getattr(self, k) or "")}
+
     def problems(self) -> Problems:
         yield from TokenOptions.problems(self)
+        for split in SPLITS if self.local else ():
+            if split not in self.local and (name := getattr(self, split)) is not None:
+                hint = f"; give a file for data.{split} too, or data.{split}=null"
+                yield split, f"{name!r} is not a {', '.join(SUFFIXES)} file{hint}"
         if self.languages[0] == self.languages[1]:
             yield "languages", f"must be two different codes, got {list(self.languages)}"
 
@@ -40,26 +51,53 @@ class HfPairs(HubSource):
     shard_rows = 16384  # 1 to 2 s of byte-level BPE on one core, lost by an interruption
     instead = "cldr_ende"
 
+    @property
+    def offline(self) -> bool:  # type: ignore[override]
+        return bool(self.options.local)
+
+    def state(self) -> list[Any]:
+        if not self.options.local:
+            return super().state()
+        files = [(split, file) for split, found in self._local_files().items() for file in found]
+        refuse_shared((f"data.{split}", file) for split, file in files)
+        return [[split, *file.stamp] for split, file in files]
+
+    def shards(self) -> list[Shard]:
+        if not self.options.local:
+            return super().shards()
+        return [
+            Shard(split, piece.rows, (piece,))
+            for split, files in self._local_files().items()
+            for file in files
+            for piece in cut(file.path, format_of(self.options.local[split]) or "json")
+        ]
+
+    def _local_files(self) -> dict[str, list[TextFile]]:
+        named = self.options.local.items()
+        return {split: match(f"data.{split}", pattern) for split, pattern in named}
+
     def documents(self, shard: Shard) -> Iterator[Document]:
         """Yield source and target in turn; skip rows with an empty side, as WMT has thousands."""
-        begin, end = shard.items
-        part = self.rows(shard.split)[begin:end]
-        languages = self.options.languages
-        if COLUMN in part:
-            columns = [[row[code] for row in part[COLUMN]] for code in languages]
-        else:
-            columns = [part[code] for code in languages]
-        for number, pair in enumerate(zip(*columns, strict=True), begin):
-            sides = []
-            for code, text in zip(languages, pair, strict=True):
-                if text is not None and not isinstance(text, str):
-                    raise DataError(
-                        f"{self.options.name}, {shard.split}, row {number}: {code!r} holds "
-                        f"{type(text).__name__}, not text"
-                    )
-                sides.append((text or "").replace("\0", " ").strip())
+        for place, row in self._rows(shard):
+            columns = row.get(COLUMN, row)
+            if not isinstance(columns, dict):
+                kind = type(columns).__name__
+                raise DataError(f"{place}: column {COLUMN!r} holds {kind}, not a text per language")
+            with located(place, columns):
+                sides = [_sentence(columns, code) for code in self.options.languages]
             if all(sides):
                 yield from ((side, True) for side in sides)
+
+    def _rows(self, shard: Shard) -> Iterator[tuple[str, Row]]:
+        if self.options.local:
+            (piece,) = shard.items
+            yield from piece.read()
+            return
+        begin, end = shard.items
+        columns = self.rows(shard.split)[begin:end]  # faster than row by row
+        for number, values in enumerate(zip(*columns.values(), strict=True), begin):
+            row = dict(zip(columns, values, strict=True))
+            yield f"{self.options.name}, {shard.split}, row {number}", row
 
     def rows(self, split: str) -> Any:
         """Return a split of the dataset, which has both languages."""
@@ -70,3 +108,9 @@ class HfPairs(HubSource):
                 has = f"{self.options.name} has no {code!r} (it has {', '.join(known)})"
                 raise DataError(f"data.languages: {has}")
         return rows
+
+
+def _sentence(columns: Row, code: str) -> str:
+    """Return the sentence of one language, or "" if it is null."""
+    found = "" if columns[code] is None else text(columns, code)
+    return found.replace("\0", " ").strip()

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sparsepretrain.data.source import SourceOptions
-from sparsepretrain.data.sources._records import RecordOptions, RecordSource, Row, text
+from sparsepretrain.data.sources._records import RecordOptions, RecordSource
+from sparsepretrain.data.sources._rows import Row, text
 from sparsepretrain.errors import Problems
 from sparsepretrain.registry import register
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from sparsepretrain.data.source import SourceOptions
-from sparsepretrain.data.sources._records import RecordOptions, RecordSource, Row, text
+from sparsepretrain.data.sources._records import RecordOptions, RecordSource
+from sparsepretrain.data.sources._rows import Row, text
 from sparsepretrain.registry import register
 
 

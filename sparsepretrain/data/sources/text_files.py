@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from sparsepretrain.data.source import TEST, VALIDATION, SourceOptions, TextOptions
 from sparsepretrain.data.sources._files import FileSource, TextFile, match, refuse_shared
+from sparsepretrain.data.sources._rows import format_of
 from sparsepretrain.errors import Problems
 from sparsepretrain.registry import register
 
@@ -24,6 +25,12 @@ class Options(TextOptions):
         yield from TextOptions.problems(self)
         if not self.files:
             yield "files", "must name at least one file or glob, such as [corpus/*.txt]"
+        for key in ("files", "validation", "test"):
+            entries = getattr(self, key)
+            for entry in entries if isinstance(entries, list) else ():
+                if format_of(entry) and not entry.endswith(".json"):  # code corpora have JSON files
+                    has = f"has {entry!r}, which holds rows, not plain text"
+                    yield key, f"{has}: use data=document_files"
         for key in ("validation", "test"):
             if getattr(self, key) == []:
                 yield key, "must name at least one file or glob"

@@ -1,0 +1,233 @@
+"""Rows of local JSON and Parquet files, read one at a time."""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import gzip
+import itertools
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Literal, cast
+
+from sparsepretrain.data.sources._files import SHARD_BYTES, unreadable
+from sparsepretrain.errors import DataError, needs, reason
+from sparsepretrain.files import parse_json
+
+Row = dict[str, Any]
+"""Column -> value."""
+
+Format = Literal["json", "parquet"]
+SUFFIXES: dict[str, Format] = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".jsonl.gz": "json",
+    ".json.gz": "json",
+    ".parquet": "parquet",
+}
+"""End of a file name -> its format."""
+
+OPENERS: dict[bytes, Callable[[str], Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open}
+OPENERS[b"\xfd7zXZ"] = lzma.open
+"""First bytes of a compressed file -> function that opens it. Names may lie: files of the hub's
+cache are links to files without a suffix."""
+ZSTANDARD = b"\x28\xb5\x2f\xfd"
+BOM = b"\xef\xbb\xbf"
+BATCH = 1024
+"""Rows of a Parquet file that are decoded at a time."""
+
+
+def format_of(name: str) -> Format | None:
+    """Return the format of a file name or glob, or None if it is not one of ``SUFFIXES``."""
+    return next((kind for end, kind in SUFFIXES.items() if name.endswith(end)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive rows of a file. A compressed file and a JSON array are one piece."""
+
+    path: str
+    rows: int
+    first: int
+    """Number of the first line of JSON Lines, counted from 1; index of the first row elsewhere."""
+    begin: int
+    """Byte at which the lines begin; row group of a Parquet file."""
+    kind: Literal["lines", "array", "parquet"]
+
+    def read(
+        self, columns: list[str] | None = None, *, wanted: Callable[[int], bool] | None = None
+    ) -> Iterator[tuple[str, Row]]:
+        """Yield the rows with their places for messages, such as ``a.jsonl, line 7``.
+
+        Args:
+            columns: columns that are read of a Parquet file; None: all.
+            wanted: True for the indices within the piece that are read; None: all.
+
+        Raises:
+            DataError: the file cannot be read, or a row is not a JSON object.
+        """
+        kinds = {"lines": self._lines, "array": self._array, "parquet": self._groups}
+        for place, row in kinds[self.kind](columns, wanted or (lambda index: True)):
+            yield f"{self.path}, {place}", row
+
+    def _lines(self, _: Any, wanted: Callable[[int], bool]) -> Iterator[tuple[str, Row]]:
+        with _reading(self.path) as stream:
+            stream.seek(self.begin)
+            index, number = 0, self.first
+            while index < self.rows:
+                line = stream.readline()
+                if not line:
+                    raise DataError(f"{self.path} changed while it was read: run again")
+                if not _is_blank(line):
+                    if wanted(index):
+                        yield f"line {number}", _parse(line, f"{self.path}, line {number}")
+                    index += 1
+                number += 1
+
+    def _array(self, _: Any, wanted: Callable[[int], bool]) -> Iterator[tuple[str, Row]]:
+        for index, row in enumerate(_load_array(self.path)):
+            if not isinstance(row, dict):
+                kind = type(row).__name__
+                text = f"{self.path}, row {index}: expected a JSON object, got {kind}"
+                raise DataError(text)
+            if wanted(index):
+                yield f"row {index}", row
+
+    def _groups(
+        self, columns: list[str] | None, wanted: Callable[[int], bool]
+    ) -> Iterator[tuple[str, Row]]:
+        with _parquet(self.path) as file:
+            known = file.schema_arrow.names
+            for column in columns or ():
+                if column not in known:
+                    has = ", ".join(map(repr, known))
+                    raise DataError(f"{self.path}: no column {column!r} (it has {has})")
+            batches = file.iter_batches(BATCH, row_groups=[self.begin], columns=columns)
+            rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+            for index, row in enumerate(rows):
+                if wanted(index):
+                    yield f"row {self.first + index}", row
+
+
+def cut(path: str, kind: Format) -> list[Piece]:
+    """Divide a file into pieces that can be read in any order.
+
+    JSON Lines are cut about every ``SHARD_BYTES``, Parquet between row groups. Reads a JSON file
+    once, to count its lines.
+
+    Raises:
+        DataError: the file cannot be read, or pyarrow is missing for Parquet.
+    """
+    if kind == "parquet":
+        with _parquet(path) as file:
+            sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+        firsts = itertools.accumulate(sizes, initial=0)
+        groups = enumerate(zip(sizes, firsts, strict=False))
+        return [Piece(path, rows, first, i, "parquet") for i, (rows, first) in groups if rows]
+    with _reading(path) as stream:
+        is_whole = isinstance(stream, gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile)
+        start = stream.read(4096).removeprefix(BOM).lstrip()
+        stream.seek(0)
+        if start.startswith(b"["):
+            return [Piece(path, len(_load_array(path)), 0, 0, "array")]
+        pieces, number, begin = [], 1, 0
+        # readlines takes whole lines; a compressed file has no place to continue from
+        while lines := stream.readlines(SHARD_BYTES):
+            rows = len(lines) - sum(map(_is_blank, lines))
+            pieces.append(Piece(path, rows, number, begin, "lines"))
+            number, begin = number + len(lines), stream.tell()
+    if is_whole:
+        return [Piece(path, sum(piece.rows for piece in pieces), 1, 0, "lines")]
+    return [piece for piece in pieces if piece.rows]
+
+
+@contextlib.contextmanager
+def located(place: str, row: Row) -> Iterator[None]:
+    """Name the place of an unsuitable row: KeyError is a missing column, ValueError a value."""
+    try:
+        yield
+    except KeyError as error:
+        known = ", ".join(map(repr, row))
+        raise DataError(f"{place}: no column {error} (it has {known})") from error
+    except ValueError as error:
+        raise DataError(f"{place}: {str(error)[:200]}") from error
+
+
+def text(row: Row, column: str) -> str:
+    """Return the text in ``column``; raise KeyError or ValueError if there is none."""
+    value = row[column]
+    if not isinstance(value, str):
+        raise ValueError(f"column {column!r} holds {type(value).__name__}, not text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # JSON can escape half a character: "\ud83d"
+        raise ValueError(f"column {column!r} is not Unicode text: {reason(error)}") from error
+    return value
+
+
+def _is_blank(line: bytes) -> bool:
+    return not line.removeprefix(BOM).strip()
+
+
+def _parse(line: bytes, place: str) -> Row:
+    try:
+        return parse_json(line.removeprefix(BOM).decode())
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place}: not UTF-8 text") from error
+    except json.JSONDecodeError as error:  # its own line number is that within the line
+        why = f"{error.msg} at character {error.pos + 1}"
+        raise DataError(f"{place}: expected one JSON object per line: {why}") from error
+    except ValueError as error:
+        raise DataError(f"{place}: {error}") from error
+
+
+def _load_array(path: str) -> list[Any]:
+    with _reading(path) as stream:
+        try:
+            value = json.loads(stream.read().removeprefix(BOM).decode())
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{path}: expected one JSON object per line, or a JSON array of objects: "
+                f"{reason(error)}"
+            ) from error
+    return cast(list[Any], value)
+
+
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[BinaryIO]:
+    """Open a JSON file, decompressed; its errors become a DataError with the path."""
+    try:
+        with open(path, "rb") as plain:
+            start = plain.read(8)
+            if start.startswith(ZSTANDARD):
+                raise DataError(
+                    f"{path}: expected JSON, plain or compressed by gzip, bzip2 or xz, got "
+                    "Zstandard: decompress it with `zstd -d`"
+                )
+            opener = next((o for magic, o in OPENERS.items() if start.startswith(magic)), None)
+            plain.seek(0)
+            if opener is None:
+                yield plain
+                return
+        with opener(path) as stream:
+            yield stream
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise unreadable(path, error) from error
+        raise DataError(f"{path} is damaged: {reason(error)}") from error
+
+
+@contextlib.contextmanager
+def _parquet(path: str) -> Iterator[Any]:
+    """Open a Parquet file; its errors become a DataError with the path."""
+    with needs(path, "pyarrow", "parquet"):
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    try:
+        with ParquetFile(path) as file:
+            yield file
+    except (OSError, ArrowException) as error:
+        raise DataError(f"{path} cannot be read as Parquet: {reason(error)}") from error
