@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# The declared minimum of torch, a version between, and other versions of Triton (make test-versions):
+# The declared minimum of torch, a version between, and other versions of Triton and Hydra (make test-versions):
 #
 #   PYTHON=.venv/bin/python VERSIONS=.versions scripts/test_versions.sh
 #
 # In an environment per version of torch: every kernel through the stub driver, products on fake CUDA
 # tensors, layers, torch.compile, and a short training run. Versions of Triton alone: the stub driver.
+# Versions of Hydra alone: configurations and the command line.
 # Environments are made once, below VERSIONS (5 to 8 GB each, with the CUDA libraries of torch), and
 # kept. Ends with versions and counts.
 set -euo pipefail
@@ -17,6 +18,7 @@ VERSIONS=$(realpath "$VERSIONS")
 MINIMUM=$("$PYTHON" -c 'import re; print(re.search(r"\"torch>=([\d.]+)\"", open("pyproject.toml").read())[1])')
 TORCH=("$MINIMUM.0" 2.11.0) # they bring Triton 3.5 and 3.6
 TRITON=(3.8.0)
+HYDRA=(1.4.0rc3)
 LAYERS=(tests/sparsity/test_layer_golden.py tests/sparsity/test_golden_methods.py)
 COMPILE=(tests/sparsity/test_compile.py tests/training/test_compilation.py -k "not vit_nano and not resnet_nano")
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONPATH=$PWD
@@ -71,6 +73,16 @@ for version in "${TRITON[@]}"; do
     export PYTHONPATH=$directory:$PWD
     check "$(versions "$PYTHON"), kernels" \
         "$PYTHON" -m pytest -p no:cacheprovider tests/gpu_without_gpu/test_stub_driver.py
+done
+
+for version in "${HYDRA[@]}"; do
+    directory=$VERSIONS/hydra-core-$version
+    if [ ! -e "$directory/hydra" ]; then
+        "$PYTHON" -m pip install --quiet --target "$directory" "hydra-core==$version"
+    fi
+    export PYTHONPATH=$directory:$PWD
+    check "Hydra $version, configurations" \
+        "$PYTHON" -m pytest -p no:cacheprovider tests/config tests/cli --ignore tests/cli/test_wheel.py
 done
 
 echo
