@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from sparsepretrain.cli._verb import ConfiguredVerb, read_settings
 from sparsepretrain.errors import ConfigError
@@ -25,6 +25,8 @@ class Settings:
 
     split: Literal["validation", "test"] = "validation"
     """Split of the data; training data is augmented and thus not a measure."""
+    average: Annotated[int, "≥ 1"] = 1
+    """Number of last checkpoints whose weights are averaged, up to the given one."""
     out: str | None = None
     """File for the JSON line instead of eval.jsonl of the run."""
 
@@ -58,6 +60,7 @@ class Eval(ConfiguredVerb):
             overrides,
             args.config_dir,
             split=settings.split,
+            average=settings.average,
             out=out,
             console=console,
         )

@@ -245,7 +245,8 @@ def stage_words(cell: Cell, stage: Stage) -> list[str]:
     Tracker, workers and processes are those of the cell, hyperparameters are not.
     """
     if stage.finetune is None:
-        return [f"split={stage.evaluate}", *stage.overrides]
+        average = [f"average={stage.average}"] if stage.average > 1 else []
+        return [f"split={stage.evaluate}", *average, *stage.overrides]
     kept = [w for w in cell.words if re.match(r"\+*(tracker|workers|parallel)\b", w)]
     name = word("name", f"{cell.run.name}--{stage.name}")
     where = [word("runs_dir", cell.run.runs_dir), name, f"seed={cell.seed}"]

@@ -71,6 +71,8 @@ class Stage:
     """``task=`` of ``sparsepretrain finetune RUN``."""
     evaluate: Literal["validation", "test"] | None = None
     """``split=`` of ``sparsepretrain eval RUN``."""
+    average: Annotated[int, "≥ 1"] = 1
+    """evaluate: number of last checkpoints whose weights are averaged."""
     lm_eval: str | None = None
     """Tasks of lm-evaluation-harness for the exported run, separated by commas."""
     overrides: list[str] = field(default_factory=list)
@@ -79,6 +81,8 @@ class Stage:
     def problems(self) -> Problems:
         if [self.finetune, self.evaluate, self.lm_eval].count(None) != 2:
             yield "finetune", f"or evaluate or lm_eval: stage {self.name!r} must have exactly one"
+        if self.average > 1 and self.evaluate is None:
+            yield "average", f"belongs to evaluate: stage {self.name!r} has none"
         if self.name == "train" or self.name != slug(self.name):
             yield "name", f"must be letters, digits, _ and -, and not 'train', got {self.name!r}"
 

@@ -96,12 +96,16 @@ def _training(converted: Converted, about: dict[str, Any]) -> dict[str, str]:
     step = source.step or 0
     seen = [line for line in lines if line["step"] <= step]
     scores = [line for line in seen if line.get("split") == "validation"]
-    loss = scores[-1].get("loss") if scores else None
+    # the record has no loss of an average
+    loss = scores[-1].get("loss") if scores and not source.averaged else None
     rows = {
         "command": f"`{environment['command']}`" if environment.get("command") else None,
         "configuration": f"`{about['config_hash']}`, seed {config['seed']}",
         "commit": environment.get("commit"),
         "steps": f"{step} of {config['steps']}",
+        "weights": f"mean of the checkpoints of steps {', '.join(map(str, source.averaged_steps))}"
+        if source.averaged
+        else None,
         "data": config["data"].get("name"),
         "precision": config["precision"]["name"],
         "validation loss": None

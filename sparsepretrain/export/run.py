@@ -20,6 +20,7 @@ from sparsepretrain.tracking.console import Console
 def export_run(
     path: str | Path,
     *,
+    average: int = 1,
     out: Path | None = None,
     console: Console | None = None,
 ) -> Path:
@@ -32,6 +33,8 @@ def export_run(
 
     Args:
         path: a run directory or one of its checkpoints.
+        average: number of last checkpoints whose weights are averaged, see
+            :meth:`WeightSource.model_state`.
         out: output directory; None: ``export/hf`` of the run. An earlier export is replaced.
         console: prints a summary; by default to stdout.
 
@@ -42,7 +45,7 @@ def export_run(
         CheckpointError, ConfigError, DataError: with a one-line message.
     """
     console = console or Console()
-    source = weights.find(path, console.warn)
+    source = weights.find(path, console.warn, average=average)
     if source.config is None:
         raise ConfigError(f"{path} is a Hugging Face checkpoint already: give a run")
     directory = _place(source, out)
@@ -65,7 +68,10 @@ def export_run(
         raise cannot_write(directory, error) from error
     finally:
         shutil.rmtree(stage, ignore_errors=True)
-    rows = [("checkpoint", f"{source.path}, step {source.step:,}"), ("weights", about["weights"])]
+    of = f"step {source.step:,}"
+    if source.averaged:
+        of = f"mean of steps {', '.join(f'{step:,}' for step in source.averaged_steps)}"
+    rows = [("checkpoint", f"{source.path}, {of}"), ("weights", about["weights"])]
     equal = "equal to the bit" if not difference else f"largest difference {difference:.1e}"
     rows += [("loads as", type(converted.model).__name__), ("logits", f"evaluation's, {equal}")]
     console.table("export", [*rows, ("written to", str(directory))])
@@ -96,4 +102,5 @@ def _about(converted: convert.Converted, difference: float) -> dict[str, Any]:
         "largest_logit_difference": difference,
         "config_hash": freeze.identity(source.config or {}),
         "step": source.step,
+        "averaged_steps": source.averaged_steps,
     }

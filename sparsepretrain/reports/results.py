@@ -350,7 +350,7 @@ def _measure(result: CellResult, name: str, metric: Metric, data: RunData, size:
             if stage.lm_eval is not None:
                 found = directory.harness_result(result.steps, stage.name) or {}
             else:
-                line = directory.evaluation(stage.evaluate, stage.overrides)
+                line = directory.evaluation(stage.evaluate, stage.overrides, stage.average)
                 found = (line or {}).get("metrics", {})
             if metric.key in found:
                 value = math.nan if found[metric.key] is None else float(found[metric.key])

@@ -91,10 +91,15 @@ class Checkpoint:
         except ConfigError as error:
             raise CheckpointError(str(error)) from error
 
-    def part(self, name: str) -> Any:
-        """Return one part with tensors on the CPU, or None if missing."""
+    def part(self, name: str, *, mapped: bool = False) -> Any:
+        """Return one part with tensors on the CPU, or None if missing.
+
+        Args:
+            name: name of the part.
+            mapped: its tensors are :class:`~sparsepretrain.runs.tensors.Stored`, read when indexed.
+        """
         self.require((name,))
-        return self._with_tensors(name, self._state().get(name))
+        return self._with_tensors(name, self._state().get(name), copy=not mapped)
 
     def parts(self, mapped: Container[str] = ()) -> dict[str, Any]:
         """Return all parts in saved order.

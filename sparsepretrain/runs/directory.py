@@ -232,16 +232,20 @@ class RunDirectory:
                     found[step] = run
         return found[max(found)] if found else None
 
-    def evaluation(self, split: str | None, overrides: Sequence[str] = ()) -> dict[str, Any] | None:
+    def evaluation(
+        self, split: str | None, overrides: Sequence[str] = (), average: int = 1
+    ) -> dict[str, Any] | None:
         """Return the newest line of ``eval.jsonl`` on the latest evaluated step.
 
-        Evaluations of another split or with other ``overrides`` are ignored.
+        Evaluations of another split, of another number of averaged checkpoints or with other
+        ``overrides`` are ignored.
         """
         try:
             lines = record.read(self.evaluations_file)
         except ConfigError:
             return None
-        wanted = {"split": split, "overrides": list(overrides)}
+        wanted: dict[str, Any] = {"split": split, "average": average}
+        wanted["overrides"] = list(overrides)
         same = [line for line in lines if all(line.get(k) == v for k, v in wanted.items())]
         # max returns the first of equals: reversed, the newest line of a step
         return max(reversed(same), key=lambda line: line["step"] or 0, default=None)

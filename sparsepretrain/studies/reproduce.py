@@ -9,7 +9,7 @@ from functools import partial
 from sparsepretrain.config.cells import Cell, Part, Selection, stage_words
 from sparsepretrain.config.compose import shell_line
 from sparsepretrain.config.schema import Run
-from sparsepretrain.config.tables import Scale, load_table
+from sparsepretrain.config.tables import Scale, Stage, load_table
 from sparsepretrain.errors import ConfigError, DataError, DivergedError, SparsePretrainError, needs
 from sparsepretrain.reports.results import selected
 from sparsepretrain.runs import checkpoint
@@ -94,12 +94,26 @@ def _check(part: Part, cell: Cell, *, done: bool) -> int:
                 raise ConfigError(f"{stage.name}: {text}")
             with needs("lm_eval of a stage", "lm_eval", "lm_eval", error=ConfigError):
                 import lm_eval  # noqa: F401
+        if stage.average > 1:
+            _check_average(run, stage)
         if stage.finetune is not None:
             try:
                 check_finetuning(run, stage_words(cell, stage), part.config_dirs)
             except ConfigError as error:
                 raise ConfigError([f"{stage.name}: {m}" for m in error.messages]) from error
     return run.steps
+
+
+def _check_average(run: Run, stage: Stage) -> None:
+    """Refuse a run that keeps fewer checkpoints at its end than a stage averages."""
+    every = run.checkpoint.every
+    saved = -(-run.steps // every) if every else 1
+    if run.checkpoint.keep_last < stage.average or saved < stage.average:
+        raise ConfigError(
+            f"{stage.name}: average={stage.average}: expected as many checkpoints at the end, got "
+            f"checkpoint.keep_last={run.checkpoint.keep_last} of {saved} saved: raise "
+            "checkpoint.keep_last, or lower checkpoint.every"
+        )
 
 
 def _end_is_saved(run: Run, stop_after: int | None) -> bool:

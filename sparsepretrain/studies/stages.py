@@ -46,7 +46,8 @@ class Evaluation(engine.StudyCell):
 
     def look(self) -> None:
         """Read the line of the evaluation."""
-        line = self.directory.evaluation(self.stage.evaluate, self.stage.overrides) or {}
+        stage = self.stage
+        line = self.directory.evaluation(stage.evaluate, stage.overrides, stage.average) or {}
         done, loss = line.get("step") == self.end, line.get("metrics", {}).get("loss")
         # the step is the last one: evaluations do not count in the remaining time
         self.line = {"step": self.end, "loss": loss if done else None, "done": done}
@@ -73,7 +74,12 @@ def _evaluate(run: str, stage: Stage, config_dirs: Sequence[Path], console: Cons
     from sparsepretrain.training.evaluation import evaluate_checkpoint
 
     evaluate_checkpoint(
-        run, stage.overrides, config_dirs, split=str(stage.evaluate), console=console
+        run,
+        stage.overrides,
+        config_dirs,
+        split=str(stage.evaluate),
+        average=stage.average,
+        console=console,
     )
     return 0
 

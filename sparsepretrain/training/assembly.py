@@ -316,7 +316,7 @@ def evaluated_model(source: WeightSource) -> tuple[Task, nn.Module, Sparsifier]:
         task = build_task(run)
         model = build_model(task, torch.device("cpu"))
         sparsifier = sparsify_model(run, task, model)
-        model.load_state_dict(source.checkpoint.part("model"))
+        model.load_state_dict(source.model_state(name for name, _ in model.named_parameters()))
     except (ConfigError, RuntimeError) as error:
         raise CheckpointError(f"{source.path} cannot be rebuilt: {reason(error)}") from error
     sparsifier.load_state_dict(source.checkpoint.part("sparsifier"))

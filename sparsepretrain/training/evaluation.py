@@ -34,6 +34,7 @@ def evaluate_checkpoint(
     config_dirs: Sequence[Path] = (),
     *,
     split: str = "validation",
+    average: int = 1,
     out: Path | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
@@ -43,6 +44,8 @@ def evaluate_checkpoint(
         path: see :func:`weights.find`.
         overrides, config_dirs: see :func:`derive.evaluated`.
         split: validation or test; training data is augmented, mixed or cut.
+        average: number of last checkpoints whose weights are averaged, see
+            :meth:`WeightSource.model_state`.
         out: file that the result is appended to; None: ``eval.jsonl`` of the run directory, if any.
         console: prints the result; one on the standard output by default.
 
@@ -50,7 +53,7 @@ def evaluate_checkpoint(
         the line that was appended.
     """
     console = console or Console()
-    source = weights.find(path, console.warn)
+    source = weights.find(path, console.warn, average=average)
     run = derive.evaluated(source, overrides, config_dirs)
     t = build_session(
         run, console, splits=(split,), initial=source if source.config is None else None
@@ -63,6 +66,9 @@ def evaluate_checkpoint(
     metrics = validation.evaluate(t, split, None, final=True)
     assert metrics is not None
     step = "" if source.step is None else f", step {source.step:,}"
+    if source.averaged:
+        steps = ", ".join(f"{averaged:,}" for averaged in source.averaged_steps)
+        step = f", mean of the weights of steps {steps}"
     rows = [
         ("checkpoint", f"{source.path}{step}"),
         (split, f"{samples:,} {t.task.sample} of {run.data.name}, every one once"),
@@ -79,6 +85,8 @@ def evaluate_checkpoint(
     result = {
         "checkpoint": str(source.path),
         "step": source.step,
+        "average": average,
+        "averaged_steps": source.averaged_steps,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "task": run.task.name,
         "data": run.data.name,
@@ -119,10 +127,12 @@ def _load_weights(t: Session, source: WeightSource, console: Console) -> None:
             raise DataError(f"{text}, so token ids mean other text: prepare the same data again")
         console.warn(text)
     try:
-        t.model.load_state_dict(newest.part("model"))
+        t.model.load_state_dict(source.model_state(k for k, _ in t.model.named_parameters()))
     except RuntimeError as error:
         raise CheckpointError(f"{newest} does not fit this model: {reason(error)}") from error
     t.sparsifier.load_state_dict(newest.part("sparsifier"))
+    if source.averaged:
+        t.ema = None  # one average at a time
     if t.ema is not None:
         kept, updates = averages({key: newest.part(key) for key in ("ema", "ema_updates")}, t.model)
         t.ema.load({name: value[...] for name, value in kept.items()}, updates)

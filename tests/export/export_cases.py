@@ -34,17 +34,18 @@ def write_run(root: Path, kind: str, *overrides: str) -> Path:
     return write_checkpoint(config.load([*SMALL[kind], *words, *overrides]))
 
 
-def write_checkpoint(run: Any, step: int = 3) -> Path:
+def write_checkpoint(run: Any, step: int = 3, seed: int = 1) -> Path:
     """The directory of ``run`` with a checkpoint after ``step`` steps.
 
-    Weights, biases and norms are moved away from where frozen state was taken from them.
+    Weights, biases and norms are moved away from where frozen state was taken from them; ``seed``
+    decides where to.
     """
     task = build_task(run)
     model = build_model(task, torch.device("cpu"))
     sparsifier = sparsify_model(run, task, model)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
     sparsifier.attach(optimizer)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
@@ -54,7 +55,7 @@ def write_checkpoint(run: Any, step: int = 3) -> Path:
     parts |= {"fingerprint": None, "ema": None}
     directory = RunDirectory.of(run)
     text = freeze.to_yaml(run.plain)
-    checkpoint.save(directory.checkpoints, step, parts, config=text, keep=checkpoint.Retention(1))
+    checkpoint.save(directory.checkpoints, step, parts, config=text, keep=checkpoint.Retention(9))
     directory.write(directory.config_file, text)
     return directory.path
 

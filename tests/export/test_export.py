@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from export_cases import export, write_checkpoint, write_run
+from export_cases import SMALL, export, write_checkpoint, write_run
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from sparsepretrain import cli
+from sparsepretrain import cli, config
 from sparsepretrain.data.encoding import ByteCodec, train_wordpiece
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.export import convert as converting
 from sparsepretrain.runs import weights
+from sparsepretrain.runs.checkpoint import Checkpoint
 from sparsepretrain.sparsity.methods.sste import SSTE
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import derive
@@ -98,6 +99,30 @@ def test_exported_families_reload_with_equal_logits(kind, overrides, pattern, tm
     inputs = converting._small_batch(task)
     logits = converting.run(found["model"].eval(), inputs)
     torch.testing.assert_close(logits, converting.run(model, inputs))
+
+
+def test_the_mean_of_checkpoints_is_exported(tmp_path, capsys):
+    run = config.load([*SMALL["gpt2"], "parallel.device=cpu", f"runs_dir='{tmp_path}'"])
+    states = []
+    for step in (1, 2, 3):
+        directory = write_checkpoint(run, step, seed=step)
+        states.append(Checkpoint(directory / f"checkpoints/step_0000000{step}").part("model"))
+    assert cli.main(["export", str(directory), "average=2", "--out", str(tmp_path / "out")]) == 0
+    assert "mean of steps 2, 3" in capsys.readouterr().out
+    assert about(tmp_path / "out")["averaged_steps"] == [2, 3]
+    assert "mean of the checkpoints of steps 2, 3" in (tmp_path / "out/README.md").read_text()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    name = "transformer.wte.weight"
+    one, two = (state[name].double() for state in states[1:])
+    expected = ((one + two) / 2).float()
+    assert torch.equal(model.get_parameter(name), expected) and not torch.equal(one, two)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    sparse = model.transformer.h[0].mlp.c_fc.weight  # (in, out)
+    assert int((sparse == 0).sum()) == sparse.numel() // 2
+    capsys.readouterr()
+    for words, code in ((["average=4"], 4), (["average=0"], 2), (["avrage=2"], 2)):
+        assert cli.main(["export", str(directory), *words]) == code
+        assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_timm_reads_the_directory(tmp_path):

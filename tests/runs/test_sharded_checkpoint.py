@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -9,8 +10,9 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from sparsepretrain.errors import CheckpointError
-from sparsepretrain.runs import checkpoint, tensors
+from sparsepretrain.runs import checkpoint, tensors, weights
 from sparsepretrain.runs.checkpoint import Checkpoint, Ranks, Retention
+from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.tensors import RowSlice, Stored
 
 WHOLE = {
@@ -62,6 +64,25 @@ def save(directory, size, step=3, keep=1):
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(one, range(size)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_sharded_checkpoints_are_averaged_in_fp64(tmp_path, monkeypatch, size):
+    directory = tmp_path / "run" / "checkpoints"
+    run = RunDirectory(directory.parent)
+    # 2^24 + 1 is not in fp32: neither are the sums
+    values = {1: 2.0**24, 2: 1.0, 3: 1.0}
+    for step, value in values.items():
+        monkeypatch.setitem(WHOLE, "w", torch.full((7, 3), value))
+        monkeypatch.setitem(WHOLE, "short", torch.full((2,), 0.1 * step, dtype=torch.float64))
+        assert all(isinstance(path, Path) for path in save(directory, size, step, keep=3))
+    source = weights.find(run.path, average=3)
+    state = source.model_state(["w", "short"])
+    exact = torch.tensor((2**24 + 2) / 3, dtype=torch.float64)
+    assert torch.equal(state["w"], exact.float().expand(7, 3)) and state["w"].dtype == torch.float32
+    expected = (torch.tensor([0.1, 0.1], dtype=torch.float64) + 0.2 + 0.1 * 3) / 3
+    assert torch.equal(state["short"], expected)
+    assert state["scalar"] == 5, "not a parameter"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

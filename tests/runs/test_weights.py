@@ -32,6 +32,15 @@ def test_single_checkpoints_are_found(run, tmp_path):
     copy = tmp_path / "kept"
     shutil.copytree(run / "checkpoints/step_00000004", copy)
     assert weights.find(copy).step == 4 and weights.find(copy).run is None
+    with pytest.raises(CheckpointError, match="not in a run directory"):
+        weights.find(copy, average=2)
+
+
+def test_an_average_needs_a_run(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert weights.find(tmp_path).config is None
+    with pytest.raises(CheckpointError, match="expected a run, got a Hugging Face checkpoint"):
+        weights.find(tmp_path, average=2)
 
 
 def test_damaged_checkpoint_is_skipped_with_a_warning(run, tmp_path):

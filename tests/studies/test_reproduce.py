@@ -13,6 +13,8 @@ import pytest
 from tiny_runs import assert_same_run, metrics
 
 from sparsepretrain import cli
+from sparsepretrain.config.cells import Selection
+from sparsepretrain.reports.results import collect
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.studies import engine
 from sparsepretrain.studies.reproduce import study_of
@@ -236,7 +238,43 @@ def test_stages_follow_each_cell(tables, in_process, capsys):
     assert train[:2] == ["sparsepretrain", "train"]
 
 
+def test_a_stage_evaluates_an_average(tables, in_process, capsys):
+    stages = [
+        {"name": "last", "evaluate": "validation"},
+        {"name": "mean", "evaluate": "validation", "average": 2},
+    ]
+    metrics = {
+        name: {"label": name, "key": "loss", "better": "lower", "stage": name}
+        for name in ("last", "mean")
+    }
+    tables.write(nano={"stages": stages, "seeds": 1}, metrics=metrics)
+    words = ("small", "--only", "dense", "checkpoint.keep_last=2", "checkpoint.every=3")
+    assert tables(*words, "--commands") == 0
+    _, last, mean = (shlex.split(part) for part in capsys.readouterr().out.split(" && "))
+    assert "average=2" in mean and not any("average" in word for word in last)
+    assert tables(*words) == 0
+    (dense,) = map(RunDirectory, tables.runs())
+    found = [dense.evaluation("validation"), dense.evaluation("validation", average=2)]
+    assert [line["averaged_steps"] for line in found] == [[], [3, 6]]
+    values = [line["metrics"]["loss"] for line in found]
+    assert values[0] != values[1]
+    capsys.readouterr()
+    assert tables(*words) == 0 and capsys.readouterr().out.count("nothing to do") == 3
+    overrides = [words[3], words[4], f"runs_dir={tables.tiny.root / 'runs'}"]
+    asked = Selection(only="dense", overrides=overrides, config_dirs=[tables.root])
+    (cell,) = collect("small", "nano", asked).cells
+    assert [cell.metrics[name] for name in ("last", "mean")] == values
+
+
 def test_impossible_stages_are_refused_before_training(tables, capsys):
+    stage = {"name": "mean", "evaluate": "validation", "average": 5}
+    for words in (["checkpoint.keep_last=4"], ["checkpoint.keep_last=9", "checkpoint.every=2"]):
+        tables.write(nano={"stages": [stage]})
+        assert tables("small", "--only", "dense", *words) == 2
+        assert "config error: dense: mean: average=5: expected" in capsys.readouterr().err
+    tables.write(nano={"stages": [{"name": "x", "finetune": "causal_lm", "average": 2}]})
+    assert tables("small") == 2
+    assert "average belongs to evaluate" in capsys.readouterr().err
     for stage, line in (
         ({"name": "x", "finetune": "python_qs"}, "x: there is no recipe to fine-tune on"),
         ({"name": "x", "finetune": "causal_lm", "overrides": ["optim.lt=1"]}, "x: unknown key"),

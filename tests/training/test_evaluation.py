@@ -1,17 +1,20 @@
-"""The verb ``eval``: the same numbers as in training, other data, and what it refuses."""
+"""The verb ``eval``: the same numbers as in training, averages, other data, and what it refuses."""
 
 import io
 import json
 import math
+import shutil
 
 import pytest
+import torch
 from tiny_runs import Tiny, final_state, metrics
 
 from sparsepretrain.cli import main
 from sparsepretrain.data.preparation import load
-from sparsepretrain.errors import DataError, DivergedError
+from sparsepretrain.errors import CheckpointError, DataError, DivergedError
 from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.checkpoint import Checkpoint
+from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import trainer, validation
 from sparsepretrain.training.evaluation import evaluate_checkpoint
@@ -98,11 +101,57 @@ def test_earlier_checkpoint_is_evaluated(tiny, trained):
     assert (trained / "eval.jsonl").is_file()
 
 
+@pytest.mark.parametrize("method", ["sste", "srste", "asp", "tsrste", "slope"])
+def test_average_projects_the_mean_of_the_stored_weights(tiny, method):
+    words = [f"sparsity={method}", "checkpoint.keep_last=3", "optim.lr=0.01"]
+    words += {"asp": ["sparsity.at=0.8"], "slope": ["sparsity.adapters.rank=4"]}.get(method, [])
+    run = tiny.train(*words).directory
+    states = [Checkpoint(run / f"checkpoints/step_0000000{s}").parts() for s in (2, 4, 6)]
+    t = tiny.build(*words)
+    t.model.load_state_dict(states[-1]["model"])
+    t.sparsifier.load_state_dict(states[-1]["sparsifier"])
+    with torch.no_grad():
+        for name, parameter in t.model.named_parameters():
+            parameter.copy_(torch.stack([s["model"][name].double() for s in states]).mean(0))
+    t.sparsifier.refresh()
+    result = evaluate(run, average=3)
+    assert result["metrics"] == whole_split(t)
+    assert result["metrics"] != evaluate(run)["metrics"]
+    assert (result["average"], result["averaged_steps"]) == (3, [2, 4, 6])
+    assert "mean of the weights of steps 2, 4, 6" in result["output"]
+    assert result["pattern"] == (None if method == "tsrste" else "2:4")
+    middle = evaluate(run / "checkpoints/step_00000004", average=2)
+    assert (middle["step"], middle["averaged_steps"]) == (4, [2, 4])
+
+
+def test_the_record_tells_averages_apart(trained):
+    one, two = evaluate(trained), evaluate(trained, average=2)
+    assert (one["average"], one["averaged_steps"]) == (1, [])
+    run = RunDirectory(trained)
+    assert run.evaluation("validation")["metrics"] == one["metrics"]
+    assert run.evaluation("validation", average=2)["metrics"] == two["metrics"]
+    assert run.evaluation("validation", average=3) is None
+
+
+def test_damaged_checkpoints_are_left_out_of_an_average(trained, tmp_path):
+    copy = tmp_path / trained.name
+    shutil.copytree(trained, copy)
+    (copy / "checkpoints/step_00000004/shard-00000-model.safetensors").write_bytes(b"torn")
+    result = evaluate(copy, average=2)
+    assert result["averaged_steps"] == [2, 6]
+    assert "step_00000004 is damaged" in result["output"]
+    with pytest.raises(CheckpointError, match="expected 3 whole checkpoints up to step 6, got 2"):
+        evaluate(copy, average=3)
+
+
 def test_evaluation_checks_each_file_once(trained, monkeypatch):
     read, original = [], checkpoint._sum
     monkeypatch.setattr(checkpoint, "_sum", lambda path: read.append(path.name) or original(path))
     evaluate(trained)
     assert sorted(read) == ["config.yaml", "shard-00000-model.safetensors", "state.json"]
+    read.clear()
+    evaluate(trained, average=3)
+    assert read.count("shard-00000-model.safetensors") == 3 and len(read) == 9
 
 
 def test_dense_tail_is_reported_as_dense(tiny):
@@ -126,6 +175,7 @@ def test_a_run_with_ema_is_evaluated_without_and_with_it(tiny):
     t.ema = None
     raw = whole_split(t)
     assert raw == {k: v for k, v in found.items() if not k.startswith("ema_")}
+    assert evaluate(run, average=2)["metrics"].keys() == raw.keys()
 
 
 def test_other_text_is_read_with_the_tokenizer_of_the_run(tiny, tmp_path):
@@ -183,6 +233,9 @@ def test_changed_data_or_tokenizer_is_reported(tiny, tmp_path, monkeypatch):
         (2, "split must be one of", ["RUN", "split=tset"]),
         (2, "split must be one of", ["RUN", "split=train"]),
         (2, "eval", ["RUN", "eval.batches=1"]),
+        (2, "average", ["RUN", "average=0"]),
+        (2, "average", ["RUN", "average=many"]),
+        (4, "average=9: expected 9 whole checkpoints up to step 6, got 3", ["RUN", "average=9"]),
         (3, "no test split (it has train, validation)", ["RUN", "split=test"]),
         (2, "sparsity: ", ["RUN", "sparsity=ste"]),
         (2, "model.n_layer: ", ["RUN", "model.n_layer=3"]),
@@ -204,6 +257,6 @@ def test_refusals_are_one_line(tiny, trained, capsys, code, words, arguments):
 
 
 def test_eval_command_prints_metrics(tiny, trained, capsys):
-    assert main(["eval", str(trained)]) == 0
+    assert main(["eval", str(trained), "average=2"]) == 0
     out = capsys.readouterr().out
-    assert "perplexity" in out and str(trained / "eval.jsonl") in out
+    assert "perplexity" in out and "steps 4, 6" in out and str(trained / "eval.jsonl") in out
