@@ -121,8 +121,8 @@ class RunDirectory:
             ) from error
         with lock:
             # The kernel releases the lock with the process, also after SIGKILL, where a file with a
-            # process id would stay. The empty file is kept: if a finished run removed it, two others
-            # could hold locks on two files.
+            # process id would stay. The empty file is kept: if a finished run removed it, two later
+            # ones could hold locks on two files.
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
