@@ -18,7 +18,7 @@ def apply_mask(x: Tensor, mask: Tensor, out: Tensor | None) -> Tensor:
     if straight and pruned.data_ptr() == x.data_ptr():  # loops take no arrays that overlap
         x = x.clone()
     kernel(_flat(x.view(integer)), _flat(mask), _flat(pruned.view(integer)))
-    if straight:
+    if straight:  # written through NumPy, which torch does not see: a saved tensor may have changed
         torch.autograd.graph.increment_version(pruned)
     return pruned if out is None or straight else out.copy_(pruned)
 
