@@ -47,6 +47,7 @@ def quantize_fp8(x: Tensor, format: str, *, backend: str | None = None) -> tuple
     amax = wide.abs().amax() if x.numel() else wide.new_zeros(())
     # not `largest / amax`, which torch evaluates as a product with the rounded reciprocal
     ratio = torch.full_like(amax, largest) / amax
+    # clamped: the ratio to a subnormal maximum overflows
     scale = torch.where(amax == 0, 1.0, ratio.clamp(max=torch.finfo(wide.dtype).max))
     return (wide * scale).clamp(-largest, largest).to(dtype), scale
 

@@ -208,7 +208,7 @@ def save(
         if ranks.rank or Checkpoint(final).problem() is None:
             return None
         directory.mkdir(parents=True, exist_ok=True)
-        for leftover in directory.glob(".step_*"):
+        for leftover in directory.glob(".step_*"):  # of a process that was killed while it wrote
             shutil.rmtree(leftover, ignore_errors=True)
         stage = _stage(final)
         stage.mkdir()
@@ -230,6 +230,8 @@ def save(
         sums = {name: value for part in (own, *written) for name, value in part.items()}
         manifest = {"format": FORMAT, "step": step, "sha256": dict(sorted(sums.items()))}
         _write_json(stage / MANIFEST, manifest)
+        # Flush the files before the rename, and the parent directory after it: a file system may
+        # write a rename to disk before the data, and a crash would leave a named, empty checkpoint.
         sync(stage / MANIFEST)
         sync(stage)
         if final.exists():  # damaged, since begin() keeps an intact one
@@ -238,6 +240,8 @@ def save(
         sync(directory)
         _whole[final.absolute()] = _stamp(final)
 
+    # Each phase ends with a gather: rank 0 writes the manifest, without which no checkpoint is
+    # valid, when the files of all ranks are on disk.
     begun = _together(ranks, final, begin)[0]
     if begun is None:
         return final

@@ -120,6 +120,9 @@ class RunDirectory:
                 f"run directory {self} is not writable ({error.strerror}): set runs_dir=DIR"
             ) from error
         with lock:
+            # The kernel releases the lock with the process, also after SIGKILL, where a file with a
+            # process id would stay. The empty file is kept: if a finished run removed it, two later
+            # ones could hold locks on two files.
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:

@@ -78,6 +78,7 @@ class Record:
         line = {"step": step, "time": round(time.monotonic() - self._start, 3), **values}
         data = _dump(line).encode()
         try:
+            # an unbuffered write to a disk that becomes full writes a part and raises nothing
             if self._file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:

@@ -85,6 +85,8 @@ class Writer:
         def copied(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return copy.deepcopy(value)
+            # Weights and moments are updated in place, so the next save finds their addresses. A
+            # new tensor at an old address is copied like the old one.
             key, tensor = memory(value), value.detach()
             if key not in self._copies:  # tied weights stay tied
                 old = before.pop(key, None)

@@ -201,6 +201,7 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for state, (layer, _) in found.items()
         if state not in followed and layer.weight.grad is not None
     }
+    # Otherwise a weight had no gradient, and the next step shows who updates it.
     if wrong or len(followed) == len(found):
         _checked[optimizer] = len(optimizer.param_groups)
     for state, layer in wrong.items():

@@ -28,6 +28,7 @@ class Clock:
         """Set the completed steps, and move the tensor to ``device``."""
         self.step, self._reading = step, None
         if self.tensor.device != device:
+            # an inference tensor could not be written in training
             with torch.inference_mode(False):
                 self.tensor = torch.zeros_like(self.tensor, device=device)
         fill(self.tensor, [step, self.micro])
@@ -39,7 +40,12 @@ class Clock:
             fill(self.tensor, [micro], 1)
 
     def now(self) -> Moment:
-        """Return (step, micro-batch), as a tensor if a graph has to read it when it runs."""
+        """Return (step, micro-batch), as a tensor if a graph has to read it when it runs.
+
+        A forward saves the result for its backward, which may run, or run again under activation
+        checkpointing, when the loop has set the clock to another micro-batch. So tensors are
+        copies.
+        """
         if torch.compiler.is_compiling():
             return self.tensor.clone()
         if not self.tensor.is_cuda:

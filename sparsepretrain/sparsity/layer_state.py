@@ -50,6 +50,7 @@ class LayerState(nn.Module):
         self.layer_name = name
         self._index = index  # position among the sparse layers, part of the noise key
         self.dim, self.shape = dim, tuple(weight.shape)
+        # overrides may leave the parameter out, see Method.wgrad_gradient
         self.takes_order = "order" in signature(type(self.method).wgrad_gradient).parameters
         """True if U(G) can be drawn in the memory order that wgrad reads."""
         self.cache = OperandCache(self)
@@ -63,7 +64,8 @@ class LayerState(nn.Module):
             register(key, value)
         if self.method.schedule.start == 0:
             self.method.update_(weight, self)
-        # a hook disables the fused path of nn.TransformerEncoderLayer, which bypasses projections
+        # The fused path of nn.TransformerEncoderLayer reads stored weights and would bypass the
+        # projection. It is disabled if any child module has a hook.
         self.register_forward_pre_hook(_never_called)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayerState:
@@ -183,7 +185,7 @@ class LayerState(nn.Module):
 
     def choose_products(self, device: torch.device) -> None:
         """Choose products for ``device``; ``auto`` waits for the first inputs."""
-        with torch.inference_mode(False):
+        with torch.inference_mode(False):  # compiled training reads it later
             self._index_tensor = torch.tensor(self._index, device=device)
         model, size = self.model, LayerSize(self.shape, self.dim, device)
         settings = self.method, model.precision, model.backend, size

@@ -67,9 +67,12 @@ class SparseProducts(torch.autograd.Function):
         y = fprop(Matmul("fprop", geometry, shape, x.dtype), left, operands.A, bias)
         b = operands.A if operands.B is None else operands.B
         ctx.kinds = b.kind, kept.kind
+        # Saved tensors, although B is also in the cache of the layer: stored operands are rewritten
+        # in place after a step, and autograd raises an error if this backward comes later.
         ctx.save_for_backward(b.data, b.scale, operands.wgrad_scale, kept.data, kept.scale)
         return y
 
+    # once: masks and draws are constants here, so second derivatives would be silently wrong
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

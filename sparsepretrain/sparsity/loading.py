@@ -49,6 +49,8 @@ class LoadableLayer(nn.Module):
         own.cache.clear()
         attachments.frozen_values.pop(self, None)  # a loaded weight may differ
         is_new = own.model.is_new
+        # Before the first step the method's tensors follow from the weights. A layer without values
+        # computes them, because torch may have added its own unwritten ones to a dense state dict.
         if all(brings_own) and not (unset and is_new):
             own.initialized, own.reset_due = True, False
         elif brings_weight and is_new and not self.weight.is_meta:

@@ -33,6 +33,7 @@ class ModelState:
         device: torch.device,
     ) -> None:
         self.root = root
+        # a root may be made sparse twice, for other layers: each call has counters of its own
         names = ["sparsity_counters", *(f"sparsity_counters_{k}" for k in range(2, 1000))]
         self.buffer = next(name for name in names if not hasattr(root, name))
         self.example: Any = None  # a sparse layer, with a trained weight if there is one
@@ -61,6 +62,7 @@ class ModelState:
 
     def _has_gradient(self) -> bool:
         weight = self.example.weight
+        # torch warns when .grad of a computed weight (functional_call, parametrizations) is read
         return bool(weight.is_leaf and weight.grad is not None)
 
     @property
@@ -79,6 +81,9 @@ class ModelState:
         buffer = self.root._buffers.get(self.buffer)
         if buffer is None:  # the model was densified
             return
+        # Torch counts the in-place writes of a tensor. Comparing the counts needs no
+        # synchronization with the device, as comparing values would in every forward. Inference
+        # tensors have no count.
         version = 0 if buffer.is_inference() else buffer._version
         if self._seen is not None and self._seen[0] is buffer and self._seen[1] == version:
             return
@@ -165,6 +170,7 @@ class ModelState:
     def before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
         """Prepare a forward of the root: drop stale gathered operands, count micro-batches."""
         if self.example.sparsity.rows.is_sharded:
+            # Layers sync when they run, which is too late here: FSDP gathers operands before.
             self.sync()
             if self.example.sparsity.cache.is_stale(module.training):
                 self.reshard()
@@ -179,5 +185,6 @@ class ModelState:
 
 
 def _checksum(values: list[int]) -> int:
+    """Return a number that the mean of two models' counters almost never has."""
     own, zeros = (zlib.crc32(repr(v).encode()) for v in (values, [0] * len(values)))
     return own ^ zeros  # zeros, which a dense state dict may bring, are valid

@@ -56,6 +56,7 @@ class OperandCache:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of copies and pickles, which do not store operands."""
+        # a copy (an average of weights) is edited without the hooks that refresh operands
         return self.__dict__ | {"_kept": {}, "mask": None, "store": None}
 
     def clear(self) -> None:
@@ -63,7 +64,11 @@ class OperandCache:
         self._kept, self._gathered_sparse, self.mask = {}, None, None
 
     def refresh(self, weight: Tensor) -> None:
-        """Project a changed weight again if operands are kept, into the same memory."""
+        """Project a changed weight again if operands are kept, into the same memory.
+
+        That allocates nothing, keeps the addresses that captured graphs read, and lets autograd
+        notice a backward that still needs the operands of before.
+        """
         earlier, store, layer = self._kept.get(True), self.store, self.layer
         self.clear()
         if not (store is None or layer.method.differentiable or self._is_plain(store, True)):

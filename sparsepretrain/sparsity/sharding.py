@@ -65,7 +65,7 @@ class MasterShard(Tensor):
     ) -> Any:
         inner, named = tree_map_only(cls, lambda shard: shard._tensor, (args, kwargs or {}))
         result = func(*inner, **named)
-        if func is _aten.copy_.default:
+        if func is _aten.copy_.default:  # in place: the caller keeps its object, not a new wrapper
             return args[0]
         return tree_map_only(Tensor, cls, result) if func in _KEPT else result
 
@@ -98,6 +98,7 @@ class MasterShard(Tensor):
         """Return the gathered A as the unsharded weight; the cache keeps B."""
         cache, dropped = metadata
         forward = cache.take((*outputs, *dropped))
+        # with `out` FSDP has filled the memory of the first gather again, which is the weight
         return None if out is not None else (forward, ())
 
 
@@ -165,7 +166,7 @@ class ShardedRows(Rows):
         return whole[self.first : self.last].clone()
 
     def padded(self, rows: Tensor) -> Tensor:
-        """Pad this rank's rows with zeros to the number of rows of the largest shard."""
+        """Pad this rank's rows with zeros to the largest shard: all-gathers need equal sizes."""
         missing = self.chunk - len(rows)
         if not missing:
             return rows.contiguous()

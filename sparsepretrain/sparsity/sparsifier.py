@@ -60,6 +60,7 @@ class Sparsifier:
         """
         compared = self._state.compared_at == self.completed_steps
         flips = self._state.flips if compared else None
+        # a copy, because the all-reduce works in place and this may be read twice
         return None if flips is None else self._rows.total(flips.clone())
 
     @property
@@ -186,7 +187,8 @@ class Sparsifier:
         Args:
             inputs: name of a layer -> shape of its input in a micro-batch, (…, in_features); other
                 names are ignored.
-            micro_batches: number per step and rank; ``auto`` divides the time of packing by it.
+            micro_batches: number per step and rank. Weights are packed once for all of them, so
+                ``auto`` divides the time of packing by it.
 
         Raises:
             ConfigError: a sparse layer is missing.

@@ -49,6 +49,7 @@ class Steps:
         self.take_baseline()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
+            # torch.distributed.checkpoint steps an optimizer once to create its state
             self._counts = not creates_state(optimizer)
             if self._counts:
                 self.adjust_gradients(optimizer)
@@ -86,6 +87,7 @@ class Steps:
             if grad is None:
                 continue
             mask = own.present_mask(weight)
+            # unpacking takes a launch, and writes and reads a byte per weight
             if not method.reads_packed_masks:
                 mask = unpacked(mask, weight.shape)
             if not on_gradient:  # weights change after the update, under the mask from before it
@@ -119,6 +121,8 @@ class Steps:
                 rows, weight = self.layers[name].sparsity.rows, self.layers[name].weight
                 rate, own = float(rates[id(rows.parameter(weight))]), rows.local(weight)
                 method.adjust_weight_(own, mask, rate)
+        # The order matters: the phase of the next step says which operands are made, FSDP has to
+        # drop those of the old weights first, and comparing masks reuses those of the projection.
         state.begin(state.step + 1)
         method.read_optimizer(optimizer)
         schedule = method.schedule
@@ -132,7 +136,7 @@ class Steps:
                 layer.sparsity.update(layer.weight)
         self.project()
         if compares:
-            state.flips = self.compare()
+            state.flips = self.compare()  # stays on the device until a line of the record reads it
         if not _adjusts(method):  # Free the mask: nothing reads it before the next projection.
             for layer in self.layers.values():
                 layer.sparsity.cache.mask = None

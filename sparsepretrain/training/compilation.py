@@ -44,7 +44,8 @@ def scope_of(run: Run, device: torch.device, seconds: float) -> Scope:
         # compiled blocks run no hooks of probes
         able = device.type == "cuda" and not run.probe
         mode = "blocks" if able and seconds > COMPILED_FROM else "none"
-    # Probes compare losses with and without gradients, and only the former would be compiled.
+    # Probes compare losses with and without gradients, and only the former would be compiled: their
+    # difference would contain the rounding of other kernels.
     return Scope(mode, device.type == "cuda" and mode != "none" and not run.probe)
 
 

@@ -79,6 +79,7 @@ def launch(run: Run, count: int, stop_after: int | None = None) -> int:
         except ChildFailedError as failed:
             return _outcome(failed)
         except SignalException as stopped:
+            # The ranks got the signal too. If their last save failed, that code tells more.
             left = directory.status()
             return left if left not in (None, 0, *STOPS) else 128 + stopped.sigval
     return 0

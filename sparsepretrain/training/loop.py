@@ -91,7 +91,8 @@ def train_step(t: Session) -> Step:
             f"step {t.step + 1}: the batch has no target tokens (all labels are ignored)"
         )
     losses = _gradients(t, batches, items)
-    # A stop request travels with the losses, so every rank reads it at the same step.
+    # A stop request travels with the losses: it costs no further collective, and every rank reads
+    # it at the same step.
     if t.own_stop is not None:
         losses[ENDS.index(t.own_stop) - len(ENDS)] = 1.0
     t.world.sum(losses)
@@ -129,6 +130,7 @@ def train_step(t: Session) -> Step:
     t.tokens += items
     if before is not None:
         _read_numbers(t, before)
+    # A new phase or new masks get a line of the record, so their numbers are needed now.
     changed = t.sparsifier.sparse != was_sparse or t.sparsifier.refreshed
     if not t.reads_late or before is None or changed or _needs_numbers(t):
         _read_numbers(t, step)
@@ -185,7 +187,7 @@ def _step_if_finite(optimizer: Any, step: Step, before: Step | None) -> None:
     optimizer.grad_scale, optimizer.found_inf = None, step.nonfinite.float()
     try:
         optimizer.step()
-    finally:
+    finally:  # as GradScaler does: a later step of another caller must not see them
         del optimizer.grad_scale, optimizer.found_inf
 
 

@@ -50,13 +50,17 @@ def shard(run: Run, model: nn.Module, sparsifier: Sparsifier, world: World) -> N
         )
     for part in _sharded(model):  # both settings are those of one module
         part.set_gradient_divide_factor(1.0)
+        # a factor alone makes FSDP ask for PREMUL_SUM, which gloo does not have
         part.set_force_sum_reduction_for_comms(True)
     _broadcast(model, given, world)
 
 
 @torch.no_grad()
 def _broadcast(model: nn.Module, given: dict[str, Tensor], world: World) -> None:
-    """Broadcast each tensor from rank 0; every rank keeps its rows."""
+    """Broadcast each tensor from rank 0; every rank keeps its rows.
+
+    One at a time, so no device holds the whole model.
+    """
     for name, own in chain(model.named_parameters(), model.named_buffers()):
         source = given[name].detach()
         whole = source if world.is_main else torch.empty_like(source, device="cpu")

@@ -90,8 +90,10 @@ def _train(
     with StopSignals() as signals, own_warnings(console.warn), contextlib.ExitStack() as claim:
         fresh = run.resume == "never" or not any(directory.checkpoints.glob("step_*"))
         initial = weights.find(run.init.path, console.warn) if fresh and run.init.path else None
+        # before the directory is claimed: a model that cannot be built leaves no directory
         t = build_session(run, console, initial=initial, world=world)
         t.stop_after, t.signals = stop_after, signals
+        # first in the list: the work of probes after a step is outside its time
         t.observers.insert(0, Throughput(plan.peak_items(t)))
         world.first(lambda: claim.enter_context(directory.claim()))
         if world.first(finished):  # by another process

@@ -57,6 +57,7 @@ def evaluate(
                     return None
                 with autocast(t.run.precision, t.device):
                     observations.append(t.task.observe(t.forward_model, batch, final=final))
+        # A signal may reach ranks at different batches: they agree here, when all have finished.
         stops, parts = zip(*t.world.gather((t.own_stop, read(observations))), strict=True)
         t.agreed = next((code for code in ENDS if code in stops), None)
         ranks = itertools.cycle(map(iter, parts))  # in the order of the requests

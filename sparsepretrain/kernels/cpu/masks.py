@@ -19,8 +19,8 @@ def apply_mask(x: Tensor, mask: Tensor, out: Tensor | None) -> Tensor:
     if straight and pruned.data_ptr() == x.data_ptr():  # loops take no arrays that overlap
         x = x.clone()
     kernel(_flat(x.view(integer)), _flat(mask), _flat(pruned.view(integer)))
-    if straight:
-        torch.autograd.graph.increment_version(pruned)  # the loop wrote past torch
+    if straight:  # written through NumPy, which torch does not see: a saved tensor may have changed
+        torch.autograd.graph.increment_version(pruned)
     return pruned if out is None or straight else out.copy_(pruned)
 
 
@@ -34,7 +34,7 @@ def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, decay: float | Ten
     kernel(_flat(total), weights, _flat(mask), weights.dtype.type(float(decay)))
     if total.data_ptr() != grad.data_ptr():
         grad.copy_(total)
-    else:
+    else:  # see apply_mask
         torch.autograd.graph.increment_version(grad)
 
 

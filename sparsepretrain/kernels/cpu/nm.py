@@ -43,7 +43,7 @@ def nm_prune(
     word = bits.numpy().dtype.type
     arrays = bits.numpy(), pruned.numpy(), code.view(-1).numpy()
     _prune_contiguous_groups4(*arrays, word(n), not low, word(numpy.iinfo(word).max))
-    torch.autograd.graph.increment_version(out)  # the loop wrote past torch
+    torch.autograd.graph.increment_version(out)  # see apply_mask
     return out, code
 
 

@@ -44,7 +44,7 @@ def soft_prune(
     code = torch.empty(packed_shape(x.shape), dtype=torch.uint8)
     arrays = (t.detach().view(-1).numpy() for t in (x, out, code))
     _prune_contiguous_groups4(*arrays, *_numbers(x.numpy().dtype.type, n, gamma, scale))
-    torch.autograd.graph.increment_version(out)  # the loop wrote past torch
+    torch.autograd.graph.increment_version(out)  # see apply_mask
     return out, code
 
 

@@ -164,7 +164,9 @@ def operator(
 
     Those checks add 10 µs to every launch. Without them, an output that aliases an argument or a
     backward pass through the operator goes unnoticed. The function increments the versions of
-    arguments that it ``mutates`` itself; ``fake`` gives shapes and dtypes for tracing.
+    arguments that it ``mutates`` itself: a kernel writes behind the back of torch, and a backward
+    must fail if a tensor that it saved was overwritten. ``fake`` gives shapes and dtypes for
+    tracing.
     """
 
     def register(function: Callable[P, T]) -> Callable[P, T]:
