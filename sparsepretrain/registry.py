@@ -178,15 +178,22 @@ def require_imported(plugins: object, source: object) -> None:
 
 
 def origin(error: BaseException) -> str:
-    """Return ``file.py, line 3`` of the foreign code that raised ``error``, or an empty string."""
+    """Return ``file.py, line 3`` of the foreign code that led to ``error``, or an empty string.
+
+    The user's own files come before installed packages: W&B wraps ``sys.exit``, and an error in
+    torch follows from the line that called it.
+    """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
     known = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<frozen")
+    installed = ""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        # packages may lie below the standard library
-        if "site-packages" in frame.filename or not frame.filename.startswith(known):
-            return f"{frame.filename}, line {frame.lineno}"
-    return ""
+        place = f"{frame.filename}, line {frame.lineno}"
+        if "site-packages" in frame.filename:  # may lie below the standard library
+            installed = installed or place
+        elif not frame.filename.startswith(known):
+            return place
+    return installed
 
 
 def load_plugins(named: object) -> list[str]:

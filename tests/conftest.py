@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 pytest.register_assert_rewrite("tiny_runs")
 from tiny_runs import Tiny, write_corpus  # noqa: E402
 
+from sparsepretrain import registry  # noqa: E402
 from sparsepretrain.files import cache_directory  # noqa: E402
 
 # Several runs may share the cores of a test machine: idle threads must not spin.
@@ -117,6 +119,20 @@ def _default_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(dispatch, "prefers_triton", lambda device: backend == "triton")
         monkeypatch.setattr(dispatch, "prefers_cpu", lambda x: False)
+
+
+@pytest.fixture(autouse=True)
+def _own_plugins() -> Iterator[None]:
+    """Forget plug-ins that a test has loaded, which later tests of the process would list."""
+    before = set(sys.modules)
+    yield
+    registry.named_plugins.clear()
+    loaded = {name for name in sys.modules.keys() - before if "sparsepretrain_plugin_" in name}
+    for name in loaded:
+        del sys.modules[name]
+    for classes in registry._registered.values():
+        for key in [key for key, cls in classes.items() if cls.__module__ in loaded]:
+            del classes[key]
 
 
 @pytest.fixture(autouse=True)

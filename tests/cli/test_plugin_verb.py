@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-from plugin_files import forget
 
 from sparsepretrain import cli
 
@@ -55,13 +54,6 @@ def call(capsys, *argv: str) -> tuple[int, str]:
     code = cli.main(argv)
     captured = capsys.readouterr()
     return code, captured.out + captured.err
-
-
-@pytest.fixture(autouse=True)
-def forgotten():
-    """Undo registrations after each test."""
-    yield
-    forget("my_verb")
 
 
 def test_plugin_verb_runs_if_named(plugin, capsys):

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from plugin_files import forget
 
 from sparsepretrain import registry
 from sparsepretrain.config import compose, load, validate
@@ -166,7 +165,6 @@ def test_plugin_file(tmp_path):
     assert run.sparsity.strength == 2.0 and run.sparsity.m == 8
     assert validate(run.plain) == run
     found = messages(*overrides, "sparsity.strenght=1", dirs=(tmp_path / "configs",))
-    forget("mine")
     assert len(found) == 1 and "'sparsity.strenght' (did you mean 'sparsity.strength'" in found[0]
 
 

@@ -5,7 +5,6 @@ import io
 import pytest
 import torch
 from finetune_cases import QUICK, glue
-from plugin_files import forget
 from tiny_runs import assert_same_run, metrics
 
 import sparsepretrain as sp
@@ -80,8 +79,7 @@ def configs(tmp_path):
     (tmp_path / "gated.py").write_text(METHOD, encoding="utf-8")
     (tmp_path / "configs" / "sparsity").mkdir(parents=True)
     (tmp_path / "configs" / "sparsity" / "gated.yaml").write_text("name: gated\n")
-    yield tmp_path / "configs"
-    forget("gated")
+    return tmp_path / "configs"
 
 
 def run(loaded):

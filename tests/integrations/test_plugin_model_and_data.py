@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from plugin_files import forget
 
 from sparsepretrain import cli
 
@@ -17,11 +16,8 @@ WORDS = [
 
 
 @pytest.fixture(autouse=True)
-def forgotten(monkeypatch, tmp_path):
-    """What is registered here is unknown elsewhere."""
+def _cache(monkeypatch, tmp_path):
     monkeypatch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(tmp_path / "cache"))
-    yield
-    forget("my_model_and_data")
 
 
 def test_plugin_model_trains_and_is_evaluated(tmp_path, capsys):

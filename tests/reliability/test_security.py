@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from plugin_files import forget
 
 from sparsepretrain import registry
 from sparsepretrain.cli import main
@@ -145,7 +144,6 @@ def test_a_plug_in_is_imported_only_when_it_is_named(tmp_path, monkeypatch):
     code = subprocess.run([*words, "configs"], cwd=tmp_path, capture_output=True).returncode
     assert code == 0 and not (tmp_path / "ran").exists()
     main(["train", "--cfg", "job", "plugins=[my_method.py]"])
-    forget("my_method")
     assert (tmp_path / "ran").exists()
 
 
@@ -161,9 +159,7 @@ def tampered(tiny, tmp_path):
         file.write_text(yaml.safe_dump(config | {"plugins": [str(plugin)]}))
     seal(path, "config.yaml")
     registry.named_plugins.clear()
-    yield directory, mark, plugin
-    forget("planted")
-    forget("planted_copy")
+    return directory, mark, plugin
 
 
 @pytest.mark.parametrize(
