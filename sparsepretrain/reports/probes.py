@@ -224,11 +224,13 @@ def estimator_figure(run: RunData) -> Figure | None:
             spread = np.cumsum(values**2) / count - mean**2
             error = np.sqrt(np.maximum(spread, 0) / np.maximum(count - 1, 1))
             axes.plot(steps, values, ".", color=color, alpha=0.3, markersize=3)
-            axes.plot(steps, mean, color=color, label=f"{GRADIENTS[matmul]}, mean so far")
+            axes.plot(
+                steps, mean, color=color, label=f"{GRADIENTS[matmul]}: mean so far ± standard error"
+            )
             axes.fill_between(steps, mean - error, mean + error, color=color, alpha=0.25)
     for axes, name in zip(panels, ("squared bias", "variance"), strict=True):
         axes.axhline(0, color="black", linewidth=0.8)
-        axes.set_ylabel(f"{name} ÷ squared norm of the exact gradient")
+        axes.set_ylabel(f"{name} ÷ ‖exact gradient‖²")
         axes.legend(fontsize=8, frameon=False)
         plots.step_axis(axes)
     return plots.footed(figure, [run])
