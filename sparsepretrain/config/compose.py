@@ -197,7 +197,7 @@ def _composing(parsed: Overrides) -> Iterator[str]:
     from omegaconf.errors import OmegaConfBaseException
 
     ours, *users = parsed.path
-    # Hydra 1.3 keeps the behavior of 1.1 unless told otherwise; later versions deprecate that.
+    # Hydra 1.3 behaves like 1.1 without version_base, which Hydra 1.4 deprecates.
     base = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
     try:
         with hydra.initialize_config_dir(str(ours), job_name=PRIMARY, **base):

@@ -329,7 +329,8 @@ class _Hashed:
     """Stream of a new file with the SHA-256 of what was written."""
 
     def __init__(self, stream: BinaryIO) -> None:
-        self._stream, self._hash = stream, hashlib.sha256()
+        self._stream = stream
+        self._hash = hashlib.sha256()
 
     def write(self, array: np.ndarray) -> None:
         self._hash.update(array.data)
@@ -347,7 +348,8 @@ class _Bounds(_Hashed):
 
     def __init__(self, stream: BinaryIO, end: int | None) -> None:
         super().__init__(stream)
-        self._end, self._last = end, 0
+        self._end = end
+        self._last = 0  # end of the last document with an end-of-text token
         self.tokens = 0
         self.write(np.array([0], BOUND))
 

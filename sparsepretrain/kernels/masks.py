@@ -103,6 +103,9 @@ def _require_pair(name: str, previous: Tensor, current: Tensor) -> None:
     if previous.shape != current.shape:
         shapes = tuple(previous.shape), tuple(current.shape)
         raise ValueError(f"{name}: shapes differ: {shapes[0]} and {shapes[1]}")
+    if previous.device != current.device:
+        places = f"{previous.device} and {current.device}"
+        raise ValueError(f"{name}: masks are on {places}; move one of them")
 
 
 def pack_24(mask: Tensor, *, backend: str | None = None) -> Tensor:

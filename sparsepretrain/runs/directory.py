@@ -247,8 +247,7 @@ class RunDirectory:
             lines = record.read(self.evaluations_file)
         except ConfigError:
             return None
-        wanted: dict[str, Any] = {"split": split, "average": average}
-        wanted["overrides"] = list(overrides)
+        wanted = {"split": split, "average": average, "overrides": list(overrides)}
         same = [line for line in lines if all(line.get(k) == v for k, v in wanted.items())]
         # max returns the first of equals: reversed, the newest line of a step
         return max(reversed(same), key=lambda line: line["step"] or 0, default=None)

@@ -72,7 +72,7 @@ class SparseProducts(torch.autograd.Function):
         ctx.save_for_backward(b.data, b.scale, operands.wgrad_scale, kept.data, kept.scale)
         return y
 
-    # once: masks and draws are constants here, so second derivatives would be silently wrong
+    # Masks and draws are constants here, so second derivatives would be silently wrong.
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -185,6 +185,6 @@ class ModelState:
 
 
 def _checksum(values: list[int]) -> int:
-    """Return a number that the mean of two models' counters almost never has."""
+    """Return a checksum; counters averaged over two models almost never match theirs."""
     own, zeros = (zlib.crc32(repr(v).encode()) for v in (values, [0] * len(values)))
     return own ^ zeros  # zeros, which a dense state dict may bring, are valid

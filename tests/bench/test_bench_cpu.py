@@ -6,6 +6,7 @@ import cpu
 from harness import Case
 from sparsepretrain import registry
 from sparsepretrain.config import compose, validate
+from sparsepretrain.kernels.cpu import KERNELS
 from sparsepretrain.kernels.timing import Series
 
 
@@ -29,3 +30,9 @@ def test_searches_are_amortized():
     case, plain = Case(name="x", value=1.1), Series(us=[1.0] * 3, mode="eager")
     cpu.amortize(case, Series(us=[5.1, 5.1, 9.0], mode="eager"), plain, period=40)
     assert case.value == pytest.approx(1.1 + 4.0 / 40)
+
+
+def test_operations_have_no_loop_in_a_step_without_and_one_after_it():
+    seen = []
+    cpu.without_loops(("mvue", "nm_mask"), lambda: seen.append({"mvue", "nm_mask"} & set(KERNELS)))
+    assert seen == [set()] and {"mvue", "nm_mask"} < set(KERNELS)

@@ -146,8 +146,9 @@ def test_loops_that_write_in_place_raise_the_version():
 
 def test_flips_between_masks_on_two_devices_are_refused():
     here, there = (torch.zeros(8, 2, dtype=torch.uint8, device=d) for d in ("cpu", "meta"))
-    with pytest.raises(ValueError, match="masks are on meta and cpu; move one of them"):
-        kernels.packed_flip_count(there, here, backend="cpu")
+    for count in (kernels.flip_count, kernels.packed_flip_count):
+        with pytest.raises(ValueError, match=f"^{count.__name__}: masks are on meta and cpu; move"):
+            count(there, here, backend="cpu")
 
 
 def everything(scale=1.0):

@@ -30,7 +30,8 @@ def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, decay: float | Ten
     if wide.data_ptr() == grad.data_ptr():  # decay on weights; loops take no arrays that overlap
         wide = wide.clone()
     total = grad.detach().to(torch.promote_types(grad.dtype, wide.dtype)).contiguous()
-    kernel, weights = _decay if mask.shape == grad.shape else _decay_bits, _flat(wide)
+    kernel = _decay if mask.shape == grad.shape else _decay_bits
+    weights = _flat(wide)
     kernel(_flat(total), weights, _flat(mask), weights.dtype.type(float(decay)))
     if total.data_ptr() != grad.data_ptr():
         grad.copy_(total)
@@ -40,9 +41,6 @@ def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, decay: float | Ten
 
 def packed_flip_count(previous: Tensor, current: Tensor, replace: bool = False) -> Tensor:
     """Return the number of bits in which two uint8 or bool tensors differ; 0-d int64."""
-    if not previous.is_cpu:
-        places = f"{previous.device} and {current.device}"
-        raise ValueError(f"packed_flip_count: masks are on {places}; move one of them")
     count = torch.zeros((), dtype=torch.int64)
     _count_differing_bits(_words(previous), _words(current), count.view(1).numpy())
     if replace:
@@ -54,7 +52,7 @@ flip_count = packed_flip_count
 
 
 def pack_24(mask: Tensor) -> Tensor:
-    """Bit k % 8 of byte k // 8 is element k."""
+    """Return the code in which bit k % 8 of byte k // 8 is element k."""
     words = _words(mask)
     code = torch.empty(len(words), dtype=torch.uint8)
     _pack(words, code.numpy())
@@ -66,10 +64,13 @@ def _flat(x: Tensor) -> Array:
 
 
 def _words(x: Tensor) -> Array:
-    """Bytes of a uint8 or bool tensor as uint64, the last one filled with zeros."""
+    """Return the bytes of a uint8 or bool tensor as uint64; zeros fill up the last word."""
     flat = x.contiguous().view(-1).view(torch.uint8)
-    if flat.numel() % 8 or flat.data_ptr() % 8:
-        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).clone()
+    count = flat.numel()
+    if count % 8 or flat.data_ptr() % 8:  # new memory is aligned
+        filled = flat.new_zeros(count + -count % 8)
+        filled[:count] = flat
+        flat = filled
     return flat.numpy().view(numpy.uint64)
 
 

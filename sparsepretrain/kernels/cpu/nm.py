@@ -94,8 +94,10 @@ def _prune_contiguous_groups4(x, pruned, code, n, high, magnitude):
     zero, one = x.dtype.type(0), x.dtype.type(1)
     for b in range(len(code)):
         k = 8 * b
-        v, w = (x[k], x[k + 1], x[k + 2], x[k + 3]), (x[k + 4], x[k + 5], x[k + 6], x[k + 7])
-        f, g = _kept(v, n, high, magnitude, zero, one), _kept(w, n, high, magnitude, zero, one)
+        v = x[k], x[k + 1], x[k + 2], x[k + 3]
+        w = x[k + 4], x[k + 5], x[k + 6], x[k + 7]
+        f = _kept(v, n, high, magnitude, zero, one)
+        g = _kept(w, n, high, magnitude, zero, one)
         pruned[k], pruned[k + 1] = v[0] if f[0] else zero, v[1] if f[1] else zero
         pruned[k + 2], pruned[k + 3] = v[2] if f[2] else zero, v[3] if f[3] else zero
         pruned[k + 4], pruned[k + 5] = w[0] if g[0] else zero, w[1] if g[1] else zero

@@ -21,7 +21,7 @@ from sparsepretrain.kernels.cpu.launch import (
 def soft_threshold(
     x: Tensor, n: int, m: int, gamma: float, dim: int, scale: Tensor | None, dtype: torch.dtype
 ) -> Tensor | None:
-    """β·S(x) for n < m, computed in fp32, or fp64 for fp64; None for m ≠ 4."""
+    """Return β·S(x) for n < m, computed in fp32, or fp64 for fp64; None for m ≠ 4."""
     if m != 4:
         return None
     wide = widen(x).contiguous()
@@ -70,14 +70,14 @@ def _boundary(x, n):
 
 @inlined
 def _threshold(dropped, kept, weight_dropped, weight_kept, limit):
-    """(1 - γ)·dropped + γ·kept, finite where possible and not below ``dropped``."""
+    """Return (1 - γ)·dropped + γ·kept, finite where possible and not below ``dropped``."""
     t = weight_dropped * min(dropped, limit) + weight_kept * min(kept, limit)
     return dropped if weight_kept == 0 else numpy.maximum(t, dropped)
 
 
 @inlined
 def _shrink(x, t, beta, zero):
-    """β·sign(x)·(|x| - t) where |x| > t, else +0.0; NaN stays."""
+    """Return β·sign(x)·(|x| - t) where |x| > t, else +0.0; NaN stays."""
     return beta * (zero if abs(x) <= t else x - numpy.copysign(t, x))
 
 
@@ -111,7 +111,8 @@ def _prune_contiguous_groups4(x, out, code, n, weight_dropped, weight_kept, limi
     zero = x.dtype.type(0)
     for b in range(len(code)):
         k = 8 * b
-        v, w = (x[k], x[k + 1], x[k + 2], x[k + 3]), (x[k + 4], x[k + 5], x[k + 6], x[k + 7])
+        v = x[k], x[k + 1], x[k + 2], x[k + 3]
+        w = x[k + 4], x[k + 5], x[k + 6], x[k + 7]
         dropped, kept = _boundary(v, n)
         t = _threshold(dropped, kept, weight_dropped, weight_kept, limit)
         dropped, kept = _boundary(w, n)
@@ -122,5 +123,6 @@ def _prune_contiguous_groups4(x, out, code, n, weight_dropped, weight_kept, limi
         w2, w3 = _shrink(w[2], u, beta, zero), _shrink(w[3], u, beta, zero)
         out[k], out[k + 1], out[k + 2], out[k + 3] = v0, v1, v2, v3
         out[k + 4], out[k + 5], out[k + 6], out[k + 7] = w0, w1, w2, w3
-        first, second = (v0 != 0, v1 != 0, v2 != 0, v3 != 0), (w0 != 0, w1 != 0, w2 != 0, w3 != 0)
+        first = v0 != 0, v1 != 0, v2 != 0, v3 != 0
+        second = w0 != 0, w1 != 0, w2 != 0, w3 != 0
         code[b] = packed_flags(first, second)
