@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from sparsepretrain.data.source import Document, Shard, Source, TokenOptions
 from sparsepretrain.models import Recipe
 from sparsepretrain.registry import register
-
-if TYPE_CHECKING:  # imported in functions only: options are checked without torch
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,8 +42,6 @@ class Averages(Recipe):
     @staticmethod
     def build(options: AveragesOptions) -> nn.Module:
         """An embedding, an FFN and an output layer."""
-        from torch import nn
-
         return nn.ModuleDict(
             {
                 "embedding": nn.Embedding(options.vocab_size, options.width),
@@ -56,8 +54,6 @@ class Averages(Recipe):
     @staticmethod
     def logits(model: nn.Module, tokens: Tensor) -> Tensor:
         """(batch, length) int64 -> (batch, length, vocab_size)."""
-        import torch
-
         x = model.embedding(tokens)
         counts = torch.arange(1, x.shape[1] + 1, device=x.device).unsqueeze(-1)
         seen = torch.cat([x, x.cumsum(1) / counts], dim=-1)
@@ -118,7 +114,6 @@ class Sign:
     @staticmethod
     def build(groups: list[dict[str, Any]], options: SignOptions) -> Optimizer:
         """The optimizer over parameter groups, each with its weight decay."""
-        import torch
 
         class SignSGD(torch.optim.SGD):
             def step(self, closure: Any = None) -> Any:

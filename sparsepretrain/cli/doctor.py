@@ -16,7 +16,6 @@ class Doctor(Verb):
         from sparsepretrain.tracking.console import Console
 
         console = Console()
-        console.loading("doctor")
         from sparsepretrain.cli._machine import here, machine
 
         console.table("this machine", machine(), lines=False)

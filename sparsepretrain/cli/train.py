@@ -70,7 +70,7 @@ class Train(ConfiguredVerb):
 
             dry_run(run, console)
             return 0
-        if run.resume == "auto" and directory.is_finished(run, end):  # without torch
+        if run.resume == "auto" and directory.is_finished(run, end):
             console.info(directory.nothing_to_do(run, end))
         else:
             console.loading(run.name)

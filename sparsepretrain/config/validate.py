@@ -33,7 +33,7 @@ def load_parsed(parsed: Overrides) -> Run:
 
 
 def validate(plain: dict[str, Any], skip: Collection[str] = ()) -> Run:
-    """Check a composed configuration against schema, registry and ranges, without torch.
+    """Check a composed configuration against schema, registry and ranges, without a model.
 
     Groups in ``skip`` are ignored; they are None in the result.
     """

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from sparsepretrain.data.encoding import train_bpe, train_wordpiece
 from sparsepretrain.data.hub import hub_access
 from sparsepretrain.errors import DataError, reason
 from sparsepretrain.files import cache_directory, write_atomic
@@ -78,8 +79,6 @@ class Tokenizer:
 
     def make(self, texts: Iterable[bytes | str], vocab_size: int) -> str:
         """Return the tokenizer.json, trained on ``texts``, which are iterated twice, or read."""
-        from sparsepretrain.data.encoding import train_bpe, train_wordpiece
-
         if self.origin != "trained":
             return self.read()
         if self.training == "bpe":

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.sparse import to_sparse_semi_structured
 
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.files import read_json
@@ -88,8 +89,6 @@ def compress(model: nn.Module, layers: list[str]) -> None:
     Raises:
         ConfigError: a matmul is wrong.
     """
-    from torch.sparse import to_sparse_semi_structured
-
     checked = set()
     for name in layers:
         parent, _, child = name.rpartition(".")

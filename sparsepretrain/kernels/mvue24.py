@@ -12,9 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.common import INTEGER_OF_SIZE, check_draws
+from sparsepretrain.kernels.common import INTEGER_OF_SIZE, check_draws, from_groups4, to_groups4
 from sparsepretrain.kernels.dispatch import kernel_of
-from sparsepretrain.kernels.groups4 import from_groups4, to_groups4
 from sparsepretrain.kernels.keys import AnyKey
 from sparsepretrain.kernels.noise import uniform_noise
 

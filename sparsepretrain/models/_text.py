@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from sparsepretrain.errors import ConfigError, Problems
-from sparsepretrain.models import Head, Headable
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
+from sparsepretrain.errors import Problems
+from sparsepretrain.models._recipe import Headable
 
 SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
 """Keys that :class:`TransformerOptions` shares with transformers' GPT2Config."""
@@ -35,46 +33,6 @@ def attention_without_masks() -> str:
 
     AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
     return "causal_sdpa"
-
-
-HEADED = {"labels": "ForSequenceClassification", "spans": "ForQuestionAnswering"}
-"""Ends of the names of transformers' classes with a head."""
-
-
-def as_stock(model: Any, options: Any, head: Head | None, renamed: dict[str, str]) -> Any:
-    """Build a class of transformers with the settings and weights of ``model``.
-
-    The first child of ``model`` is transformers' backbone. Linear layers are transposed for Conv1D,
-    which stores (in, out); missing biases become zeros. ``renamed``: see ``Recipe``.
-    """
-    import torch
-    import transformers
-
-    backbone = next(model.children())
-    family = type(backbone).__name__.removesuffix("Model")
-    class_name = type(model).__name__ if head is None else family + HEADED[head]
-    if not hasattr(transformers, class_name):
-        raise ConfigError(
-            f"models of family {options.family} have no class in transformers or timm"
-        )
-    config = copy.deepcopy(backbone.config)
-    config.use_cache, config._attn_implementation = True, "sdpa"
-    if last := getattr(model, "score", getattr(model, "classifier", None)):
-        config.num_labels = last.out_features
-    stock = getattr(transformers, class_name)(config).eval()
-    transposed = {k for k, m in stock.named_modules() if type(m).__name__ == "Conv1D"}
-    source_state = model.state_dict()
-    with torch.no_grad():
-        for name, tensor in stock.state_dict().items():
-            for new, old in renamed.items():
-                name = old + name.removeprefix(new) if name.startswith(new) else name
-            layer, _, kind = name.rpartition(".")
-            if kind == "bias" and name not in source_state:
-                tensor.zero_()
-            else:
-                source = source_state[name]
-                tensor.copy_(source.t() if kind == "weight" and layer in transposed else source)
-    return stock
 
 
 def ffn_problems(full: int, factor: float) -> Problems:

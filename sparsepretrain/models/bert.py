@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
+
+from torch import nn
 
 from sparsepretrain.models._text import Activation, EncoderOptions, EncoderRecipe, transformers_name
 from sparsepretrain.registry import register
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,7 +37,7 @@ class Bert(EncoderRecipe):
         """Build a BertForMaskedLM with weights N(0, 0.02)."""
         from transformers import BertConfig
 
-        from sparsepretrain.models._heads import BertForMaskedLM
+        from sparsepretrain.models._bert_masked import BertForMaskedLM
 
         config = BertConfig(
             vocab_size=options.vocab_size,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
+
+from torch import nn
 
 from sparsepretrain.models import Headable
 from sparsepretrain.models._text import (
@@ -14,9 +16,6 @@ from sparsepretrain.models._text import (
     transformers_name,
 )
 from sparsepretrain.registry import register
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,7 +45,6 @@ class GPT2(Headable):
 
         Weights N(0, 0.02), residual projections N(0, 0.02/√(2·layers)).
         """
-        from torch import nn
         from transformers import GPT2Config
         from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
         from transformers.pytorch_utils import Conv1D
@@ -75,8 +73,6 @@ class GPT2(Headable):
 
 def linear_from(conv: Any, *, bias: bool = True) -> nn.Linear:
     """Return nn.Linear with a copy of a Conv1D, which stores (in_features, out_features)."""
-    from torch import nn
-
     width_in, width_out = conv.weight.shape
     linear = nn.Linear(width_in, width_out, bias=bias, device="meta")
     linear.weight = nn.Parameter(conv.weight.detach().t().contiguous())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from torch import nn
 
 from sparsepretrain.models import Headable
 from sparsepretrain.models._text import (
@@ -13,9 +15,6 @@ from sparsepretrain.models._text import (
     transformers_name,
 )
 from sparsepretrain.registry import register
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from torch import Tensor, nn
 
 from sparsepretrain.errors import Problems
 from sparsepretrain.models import Recipe
@@ -14,9 +16,6 @@ from sparsepretrain.models._text import (
     transformers_name,
 )
 from sparsepretrain.registry import register
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 SAME = (
     "vocab_size", "max_position_embeddings", "d_model", "encoder_layers", "decoder_layers",
@@ -76,7 +75,6 @@ class Marian(Recipe):
         √d_model at the input. Embeddings N(0, 1/d_model), linear layers Xavier-uniform (query, key
         and value with gain 1/√2), biases 0. Padding is masked; there is no padding token.
         """
-        from torch import nn
         from transformers import MarianConfig, MarianMTModel
 
         config = MarianConfig(

@@ -9,14 +9,15 @@ import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
 
 from sparsepretrain.errors import CheckpointError, ConfigError, reason
 from sparsepretrain.models import Head, Headable
+from sparsepretrain.models._recipe import last_token
 from sparsepretrain.registry import register
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 LAYERS = (
     ("*.mlp.c_fc", "*.mlp.c_proj", "*.attn.c_attn *.attn.c_proj"),  # GPT-2
@@ -107,14 +108,10 @@ class Pretrained(Headable):
 
     @staticmethod
     def scores(model: Any, tokens: Tensor, mask: Tensor, second: Tensor) -> Tensor:
-        import torch
-
         inputs = {"input_ids": tokens, "attention_mask": mask.long()}
         if getattr(model.config, "type_vocab_size", 0) > 1:
             inputs["token_type_ids"] = second.long()
         if hasattr(model, "score"):  # causal: transformers looks for pad_token_id, not the mask
-            from sparsepretrain.models._heads import last_token
-
             return model.score(last_token(model.base_model(**inputs).last_hidden_state, mask))
         output = model(**inputs)
         if hasattr(output, "start_logits"):
@@ -162,7 +159,6 @@ def _read(path: str) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _roles(path: str) -> dict[str, list[str]]:
-    import torch
     from transformers import AutoModel
 
     with torch.device("meta"):

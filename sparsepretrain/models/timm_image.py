@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
+
+from torch import Tensor, nn
 
 from sparsepretrain.errors import ConfigError, Problems, needs, reason
 from sparsepretrain.models import Head, Recipe
 from sparsepretrain.models._text import Activation, transformers_name
 from sparsepretrain.registry import register
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 _FFN = ["blocks.*.mlp.fc1", "blocks.*.mlp.fc2"]
 _ATTENTION = ["blocks.*.attn.qkv", "blocks.*.attn.proj"]
@@ -161,8 +160,6 @@ class TimmImage(Recipe):
 
 def _shrink_stem(model: Any) -> None:
     """Use a 3×3 stem without pooling (He et al., 2016, section 4.2), initialized as by timm."""
-    from torch import nn
-
     old = model.conv1
     model.conv1 = nn.Conv2d(old.in_channels, old.out_channels, 3, padding=1, bias=False)
     nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")

@@ -7,15 +7,14 @@ and ``build(groups, options)``; parameter groups carry their own weight decay.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
 
 from sparsepretrain import registry
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
-
-    from sparsepretrain.optim._step_adamw import StepAdamW
+from sparsepretrain.optim._step_adamw import StepAdamW
+from sparsepretrain.optim.muon import block_matrices
 
 __all__ = ["StepAdamW", "build_optimizer"]
 
@@ -36,8 +35,6 @@ def build_optimizer(
     kind: Any = registry.get("optimizer", options.name)
     matrices: set[Any] = set()
     if getattr(kind, "separates_matrices", False):
-        from sparsepretrain.optim._muon_adamw import block_matrices
-
         matrices = block_matrices(model)
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
@@ -57,11 +54,3 @@ def build_optimizer(
     if special is not None and (optimizer := special(groups, options)) is not None:
         return optimizer
     return kind.build(groups, options)
-
-
-def __getattr__(name: str) -> Any:
-    if name == "StepAdamW":  # on first use: importing this package must not import torch
-        from sparsepretrain.optim._step_adamw import StepAdamW
-
-        return StepAdamW
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
+
+import torch
+from torch.optim import Optimizer
 
 from sparsepretrain.registry import register
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,8 +31,6 @@ class AdamW:
     @staticmethod
     def build(groups: list[dict[str, Any]], options: AdamWOptions) -> Optimizer:
         """Build the optimizer over parameter groups."""
-        import torch
-
         return torch.optim.AdamW(
             groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=True
         )

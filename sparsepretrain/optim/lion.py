@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
+
+from torch.optim import Optimizer
 
 from sparsepretrain.errors import ConfigError, needs
 from sparsepretrain.registry import register
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 
 @dataclass(slots=True, kw_only=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
+
+import torch
+from torch.optim import Optimizer
 
 from sparsepretrain.registry import register
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,8 +37,6 @@ class SGD:
     @staticmethod
     def build(groups: list[dict[str, Any]], options: SGDOptions) -> Optimizer:
         """Build the optimizer over parameter groups."""
-        import torch
-
         return torch.optim.SGD(
             groups,  # each with its own weight_decay
             lr=options.lr,

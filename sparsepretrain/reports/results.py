@@ -23,8 +23,11 @@ from sparsepretrain.config.tables import Metric, Scale, Size, Stage, Table, cell
 from sparsepretrain.config.validate import validate
 from sparsepretrain.errors import ConfigError, DataError, DivergedError, one_line
 from sparsepretrain.files import parse_json, write_atomic
+from sparsepretrain.reports.matching import matched
 from sparsepretrain.reports.runs import Curve, RunData, load
 from sparsepretrain.runs.directory import RunDirectory
+from sparsepretrain.training.cost import run_cost
+from sparsepretrain.training.schedules import resolve_steps
 
 CURVES = {"loss": "validation", "flip_rate": None}
 """Key of a stored curve -> split."""
@@ -197,8 +200,6 @@ def collect(name: str, scale: Scale | None, asked: Selection) -> TableResults:
             for cell, _ in found:
                 cell.curves = {}  # pages of tuned tables show final values only
         if result.tuning or table.match or table.scaling:
-            from sparsepretrain.training.cost import run_cost
-
             for cell, data in found:
                 if cell.state == "finished" and data is not None:
                     run = validate(data.config)
@@ -221,8 +222,6 @@ def selected(
     """
     equal = None
     if table.match:
-        from sparsepretrain.reports.matching import matched
-
         equal = matched(name, table, scale, asked)
     tune = table.scales[scale].tune if scale in table.scales else None
     if tune is None:
@@ -279,8 +278,6 @@ def chosen(tuning: Sequence[CellResult], table: Table) -> dict[str, str]:
 def _collect(cell: Cell, table: Table, scale: Scale) -> tuple[CellResult, RunData | None]:
     run = cell.run
     if not run.steps:  # epochs decide; counting steps needs the data
-        from sparsepretrain.training.schedules import resolve_steps
-
         run = resolve_steps(run)
     directory, plain = RunDirectory.of(run), run.plain
     # readers of the page do not have the author's directory

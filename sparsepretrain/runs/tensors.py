@@ -12,10 +12,10 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 OFFSETS = "DCP_SHARDING_INFO"
 """Header key of a file with :class:`RowSlice`; its value is JSON with the first row of each."""
@@ -61,8 +61,6 @@ class Stored:
             found = [piece for piece in cut.values() if len(piece)] or [cut[0]]
         if len(found) == 1:
             return found[0]
-        import torch
-
         return torch.cat(found)
 
 
@@ -102,8 +100,6 @@ def split(part: Any, name: str) -> tuple[Any, dict[str, Tensor], dict[str, int]]
     Values that JSON lacks become a mapping with one key starting with a dollar sign. A tensor that
     occurs twice, such as a tied weight, is stored once.
     """
-    from torch import Tensor
-
     tensors: dict[str, Tensor] = {}
     firsts: dict[str, int] = {}
     names: dict[tuple[Any, ...], str] = {}

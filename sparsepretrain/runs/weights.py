@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import Tensor
+
+from sparsepretrain.data.hub import hub_access
 from sparsepretrain.errors import CheckpointError, reason
 from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.checkpoint import Checkpoint
 from sparsepretrain.runs.directory import RunDirectory, similar_directory
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 EVALUATED = ("model", "ema")
 """Checkpoint parts that an evaluation may read."""
@@ -149,8 +149,6 @@ def _find(path: str | Path, warn: Callable[[str], None]) -> WeightSource:
 
 def _require_on_hub(repository: str) -> None:
     from huggingface_hub import hf_hub_download
-
-    from sparsepretrain.data.hub import hub_access
 
     try:
         with hub_access():

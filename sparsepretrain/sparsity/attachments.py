@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -22,10 +22,8 @@ from torch.optim.optimizer import (
 )
 
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
-
-if TYPE_CHECKING:
-    from sparsepretrain.sparsity.layer_state import LayerState
-    from sparsepretrain.sparsity.model_state import ModelState
+from sparsepretrain.sparsity.layer_state import LayerState
+from sparsepretrain.sparsity.model_state import ModelState
 
 
 class Layer(Protocol):

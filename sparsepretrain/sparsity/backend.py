@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from sparsepretrain.kernels.hardware import broken
 from sparsepretrain.kernels.timing import medians
 from sparsepretrain.sparsity.fp8 import fp8_products
 from sparsepretrain.sparsity.geometry import Linear
+from sparsepretrain.sparsity.method import Method
+from sparsepretrain.sparsity.operand_table import Row
 from sparsepretrain.sparsity.products import (
     DENSE,
     MATMUL_OF,
@@ -31,10 +33,6 @@ from sparsepretrain.sparsity.products import (
     Products,
 )
 from sparsepretrain.sparsity.sparse24 import PACKED, cannot_pack, packing, padding, straddles
-
-if TYPE_CHECKING:
-    from sparsepretrain.sparsity.method import Method
-    from sparsepretrain.sparsity.operand_table import Row
 
 
 @dataclass(frozen=True, kw_only=True)

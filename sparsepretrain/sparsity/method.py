@@ -4,8 +4,7 @@
     dgrad   dX = P(G) · B(W)
     wgrad   dW = U(G)ᵀ · Xw(X),  then the optimizer receives J(dW, W)
 
-A method subclasses :class:`Method` and overrides the operands that differ from a dense layer. Its
-file must not import torch at the top level, so that configurations can be checked without torch.
+A method subclasses :class:`Method` and overrides the operands that differ from a dense layer.
 """
 
 from __future__ import annotations
@@ -13,21 +12,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
 
 from sparsepretrain import kernels
 from sparsepretrain.errors import Problems
+from sparsepretrain.kernels import AnyKey, NoiseKey
 from sparsepretrain.sparsity.finetuning import FineTuning
 from sparsepretrain.sparsity.operand_table import Operand, Row
 from sparsepretrain.sparsity.schedule import Phase, Schedule, Window
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.optim import Optimizer
-
-    from sparsepretrain.kernels import AnyKey, NoiseKey
-else:  # for annotations only
-    AnyKey = NoiseKey = Optimizer = Tensor = Any
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from sparsepretrain.sparsity.method import Layer
+from sparsepretrain.sparsity.method import Layer
 
 T = TypeVar("T")
 

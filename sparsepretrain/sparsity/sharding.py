@@ -8,7 +8,7 @@ master weights never leave their rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,8 @@ from torch.utils._pytree import tree_map_only
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels.common import packed_shape
+from sparsepretrain.sparsity.method import Layer
 from sparsepretrain.sparsity.rows import Rows
-
-if TYPE_CHECKING:
-    from sparsepretrain.sparsity.method import Layer
 
 T = TypeVar("T")
 _aten = torch.ops.aten

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 
+import torch
+
 from sparsepretrain.config.compose import shell_line
 from sparsepretrain.errors import INTERRUPTED, SparsePretrainError
 from sparsepretrain.tracking.console import Console
@@ -70,8 +72,6 @@ def _work(
         sys.argv = ["sparsepretrain", *command]
         print(f"$ {shell_line(sys.argv)}")
     try:
-        import torch
-
         if jobs > 1:
             torch.set_num_threads(_share(torch.get_num_threads(), jobs))
             os.environ.pop("OMP_NUM_THREADS", None)  # ranks of the cell divide its share

@@ -25,6 +25,7 @@ from sparsepretrain.runs import checkpoint, record
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.studies.child import start_child
 from sparsepretrain.tracking.console import Console, clock, significant
+from sparsepretrain.training.launch import train_or_launch
 from sparsepretrain.training.signals import StopSignals
 
 POLL_SECONDS = 0.5
@@ -340,6 +341,4 @@ class Study(contextlib.AbstractContextManager["Study"]):
 
 
 def _train(plain: dict[str, Any], stop_after: int | None, console: Console) -> int:
-    from sparsepretrain.training.launch import train_or_launch
-
     return train_or_launch(validate(plain), console, stop_after)

@@ -12,7 +12,12 @@ from sparsepretrain.config.tables import load_table, names
 from sparsepretrain.errors import ConfigError, SparsePretrainError
 from sparsepretrain.studies.engine import StudyCell
 from sparsepretrain.studies.reproduce import to_run
+from sparsepretrain.tasks import build_task
 from sparsepretrain.tracking.console import Console
+from sparsepretrain.training.assembly import META, build_model
+from sparsepretrain.training.plan import duration
+from sparsepretrain.training.tracing import step_cost
+from sparsepretrain.training.world import World
 
 
 def show_plan(found: Sequence[Part], console: Console) -> None:
@@ -39,12 +44,6 @@ def show_plan(found: Sequence[Part], console: Console) -> None:
 
 def _compute(steps: Mapping[StudyCell, int], run: Run) -> str:
     """Return FLOPs and time of the remaining steps in words, on the device of ``run``."""
-    from sparsepretrain.tasks import build_task
-    from sparsepretrain.training.assembly import META, build_model
-    from sparsepretrain.training.plan import duration
-    from sparsepretrain.training.tracing import step_cost
-    from sparsepretrain.training.world import World
-
     if not all(cell.end for cell in steps):
         return "unknown: counting epochs needs the data"
     flops, costs = 0.0, dict[str, float]()

@@ -17,6 +17,10 @@ from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.studies import engine, stages
 from sparsepretrain.studies.engine import Study
 from sparsepretrain.tracking.console import Console
+from sparsepretrain.training import plan
+from sparsepretrain.training.derive import check_finetuning
+from sparsepretrain.training.hardware import visible_devices
+from sparsepretrain.training.schedules import resolve_steps
 
 
 def parts(name: str, scale: Scale | None, asked: Selection, stop_after: int | None) -> list[Part]:
@@ -80,13 +84,9 @@ def check(found: Sequence[Part], console: Console, *, prepared: bool = True) -> 
 
 def _check(part: Part, cell: Cell, *, done: bool) -> int:
     """Check a cell and its stages; return the steps."""
-    from sparsepretrain.training.derive import check_finetuning
-    from sparsepretrain.training.plan import check
-    from sparsepretrain.training.schedules import resolve_steps
-
     run = resolve_steps(cell.run)
     if not done:
-        check(run)
+        plan.check(run)
     for stage in part.stages:
         if stage.lm_eval is not None:
             if run.task.name != "causal_lm":
@@ -165,8 +165,6 @@ def study_of(title: str, runs: Iterable[Run], console: Console, jobs: int | None
     needed = [engine.StudyCell("", run).devices for run in runs]
     devices: list[str] = []
     if most := max(needed, default=0):  # without remaining work torch is not imported
-        from sparsepretrain.training.hardware import visible_devices
-
         devices = visible_devices()
         if devices and most > len(devices):
             text = f"expected at most {len(devices)} GPUs, got {most}"

@@ -15,10 +15,14 @@ from sparsepretrain.config.compose import shell_line
 from sparsepretrain.config.schema import Run
 from sparsepretrain.config.tables import Stage
 from sparsepretrain.errors import SparsePretrainError
+from sparsepretrain.export import export_run
 from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.studies import engine
 from sparsepretrain.tracking.console import Console
+from sparsepretrain.training.derive import finetuned
+from sparsepretrain.training.evaluation import evaluate_checkpoint
+from sparsepretrain.training.schedules import resolve_steps
 
 
 @dataclass(eq=False)
@@ -71,8 +75,6 @@ class Harness(Evaluation):
 
 
 def _evaluate(run: str, stage: Stage, config_dirs: Sequence[Path], console: Console) -> int:
-    from sparsepretrain.training.evaluation import evaluate_checkpoint
-
     evaluate_checkpoint(
         run,
         stage.overrides,
@@ -85,8 +87,6 @@ def _evaluate(run: str, stage: Stage, config_dirs: Sequence[Path], console: Cons
 
 
 def _measure(run: Run, stage: Stage, step: int, console: Console) -> int:
-    from sparsepretrain.export import export_run
-
     export_run(RunDirectory.of(run).path, console=console)
     words = harness_command(run, stage, step)
     console.info(f"$ {shell_line(words)}")
@@ -128,9 +128,6 @@ def following(part: Part, cell: Cell, label: str, console: Console) -> Iterator[
             kind = Evaluation if stage.lm_eval is None else Harness
             yield kind(*shared, stage=stage, config_dirs=part.config_dirs)
             continue
-        from sparsepretrain.training.derive import finetuned
-        from sparsepretrain.training.schedules import resolve_steps
-
         made = engine.StudyCell(*shared)
         try:
             derived = finetuned(str(directory), stage_words(cell, stage), part.config_dirs, console)

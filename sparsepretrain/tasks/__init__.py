@@ -6,16 +6,16 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from sparsepretrain import registry
+from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import Problems
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-
-    from sparsepretrain.config.schema import Run
 
 Batch = dict[str, Any]
 """Name -> tensor of one micro-batch."""
@@ -83,7 +83,7 @@ class Task(ABC):
 
     @staticmethod
     def misfits(options: Any, model: Any, data: Any) -> Problems:
-        """Yield (dotted key, message) of incompatible options without importing torch."""
+        """Yield (dotted key, message) of incompatible options."""
         tokens, rows = getattr(data, "vocab_size", None), getattr(model, "vocab_size", None)
         if tokens is not None and rows is not None and tokens > rows:
             yield "model.vocab_size", f"must be ≥ data.vocab_size ({tokens}), got {rows}"
@@ -178,9 +178,6 @@ def cross_entropy(
         compiled: compile the loss together with its backward.
         options: keyword arguments of torch.nn.functional.cross_entropy.
     """
-    import torch
-    from torch.utils.checkpoint import checkpoint
-
     rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
     if compiled and torch.is_grad_enabled():
         return _compiled_total()(rows, flat, **options)
@@ -196,26 +193,21 @@ def cross_entropy(
 
 
 def _total(rows: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    import torch.nn.functional as F
-
     return F.cross_entropy(widen(rows), targets, reduction="sum", **options)
 
 
 @functools.cache
 def _compiled_total() -> Any:
-    import torch
-
     return torch.compile(_total)  # recompiles once for a varying number of rows
 
 
 def build_task(run: Run) -> Task:
-    """Build the task of a run without touching data or importing torch."""
+    """Build the task of a run without touching data."""
     return registry.get("task", run.task.name)(run.task, run.model, run.data, run.seed)
 
 
 def read(observations: Sequence[Observation]) -> list[Observation]:
     """Replace device tensors by numbers in one device-to-host copy."""
-    import torch
 
     def tensors(value: Any) -> list[Tensor]:
         first = value[0] if isinstance(value, tuple) else value

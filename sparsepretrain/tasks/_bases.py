@@ -7,9 +7,11 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from sparsepretrain.data.encoding import Codec, open_codec
 from sparsepretrain.data.formats import records
@@ -18,13 +20,8 @@ from sparsepretrain.data.preparation import load
 from sparsepretrain.data.tokenizer import tokenizer
 from sparsepretrain.data.tokens import TokenData
 from sparsepretrain.errors import DataError, Problems
+from sparsepretrain.models import Head
 from sparsepretrain.tasks import Batch, Observation, Progress, Task, averages, widen
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-
-    from sparsepretrain.models import Head
 
 
 class WindowTask(Task):
@@ -171,8 +168,6 @@ class RecordTask(Task):
 
     def collate(self, samples: list[Sample]) -> Batch:
         """Return a batch: padded ``tokens``, bool ``mask``, ``second``, ``targets``, ``about``."""
-        import torch
-
         tokens = pad([sample.ids for sample in samples], 0)
         ends = np.array([[len(sample.ids)] for sample in samples])
         seconds = np.array([[sample.second] for sample in samples])

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor, nn
 
 from sparsepretrain.errors import Problems
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, cross_entropy
 from sparsepretrain.tasks._bases import WindowTask
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,8 +45,6 @@ class CausalLM(WindowTask):
 
         Documents and shorter windows are padded with target -1; ``padding`` counts these.
         """
-        import torch
-
         rows = torch.from_numpy(self._windows[split].batch(step, positions, size))
         # contiguous: copies of strided views go through pageable memory
         batch: Batch = {"tokens": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()}
@@ -58,8 +55,6 @@ class CausalLM(WindowTask):
         return batch
 
     def example(self, size: int, device: torch.device) -> Batch:
-        import torch
-
         rows = torch.zeros(size, self.options.sequence_length, dtype=torch.int64, device=device)
         return {"tokens": rows, "targets": rows}
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsepretrain.data.augmentation import Augmentation, mix
 from sparsepretrain.data.formats import Images
 from sparsepretrain.data.order import Shuffle
 from sparsepretrain.data.preparation import load
 from sparsepretrain.errors import Problems
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, Observation, Progress, Task, cross_entropy, widen
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,8 +91,6 @@ class ImageClassification(Task):
             yield "model.image_size", f"must equal {expected}, got {model.image_size}"
 
     def open_data(self, splits: Sequence[str], on_progress: Progress = None) -> None:
-        from sparsepretrain.data.augmentation import Augmentation
-
         data = load(self.data_options, on_progress=on_progress)
         self.fingerprint, classes = data.fingerprint, self.model_options.classes
         self._images = {s: Images(self.data_options, data, s, classes) for s in splits}
@@ -109,8 +108,6 @@ class ImageClassification(Task):
         In training with mixup or cutmix also ``partners`` (n,) int64, the labels of the mixed-in
         images, and ``shares`` (n,) fp32, the weight of the own label.
         """
-        import torch
-
         images = self._images[split]
         samples = self._orders[split].samples(step, positions, size)
         labels = torch.tensor([images.label(sample.item) for sample in samples])
@@ -123,8 +120,6 @@ class ImageClassification(Task):
         pixels = torch.stack(list(augmented))
         if split != "train" or not self._mixes:
             return {"images": pixels, "labels": labels}
-        from sparsepretrain.data.augmentation import mix
-
         key = self.seed, step, positions[0]
         pixels, partners, shares = mix(pixels, labels, self.options, key)
         return {"images": pixels, "labels": labels, "partners": partners, "shares": shares}
@@ -137,8 +132,6 @@ class ImageClassification(Task):
         return self._images[split].count
 
     def example(self, size: int, device: torch.device) -> Batch:
-        import torch
-
         side = self.options.image_size
         labels = torch.zeros(size, dtype=torch.int64, device=device)
         batch = {"images": torch.zeros(size, 3, side, side, device=device), "labels": labels}
@@ -154,8 +147,6 @@ class ImageClassification(Task):
 
         Cross-entropy against a mixture of targets is the mixture of the cross-entropies.
         """
-        import torch.nn.functional as F
-
         logits = widen(self.recipe.logits(model, batch["images"]))
         smoothing = self.options.label_smoothing
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from sparsepretrain.data.encoding import open_codec
 from sparsepretrain.data.source import SPLITS
@@ -15,10 +17,6 @@ from sparsepretrain.errors import ConfigError, Problems
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, Observation, Task, cross_entropy
 from sparsepretrain.tasks._bases import WindowTask
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,16 +70,12 @@ class MaskedLM(WindowTask):
 
     def batch(self, split: str, step: int, positions: Sequence[int], size: int) -> Batch:
         """Return masked ``tokens``, flattened ``positions`` of the selection, and ``targets``."""
-        import torch
-
         rows = self._windows[split].batch(step, positions, size)[:, :-1]
         arrays = self._masking.apply(rows, self.order_seed(split), split, step, positions)
         names = ("tokens", "positions", "targets")
         return {k: torch.from_numpy(v) for k, v in zip(names, arrays, strict=True)}
 
     def example(self, size: int, device: torch.device) -> Batch:
-        import torch
-
         length = self.options.sequence_length
         rows = torch.zeros(size, length, dtype=torch.int64, device=device)
         places = rows.new_zeros(size * selected(self.options.probability, length))

@@ -7,18 +7,17 @@ import string
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from sparsepretrain.data.encoding import Codec
 from sparsepretrain.errors import Problems
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, Observation, averages
 from sparsepretrain.tasks._bases import RecordTask, RecordTaskOptions, Sample, join
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 BEST = 20
 """Number of most likely starts tried with their best ends, as in SQuAD's evaluations."""
@@ -107,8 +106,6 @@ class QuestionAnswering(RecordTask):
 
     def total(self, scores: Tensor, batch: Batch) -> Tensor:
         """Sum the mean negative log-likelihood of start and end over windows."""
-        import torch.nn.functional as F
-
         # cross_entropy expects classes in dimension 1
         return F.cross_entropy(scores, batch["targets"], reduction="sum") / 2
 
@@ -117,8 +114,6 @@ class QuestionAnswering(RecordTask):
 
         ``score`` is -inf if there is none; ``first`` and ``last`` index the context's tokens.
         """
-        import torch.nn.functional as F
-
         after, most = int(self.options.end == "next"), self.options.max_answer
         place = batch["second"].cumsum(1)  # 1-based position in the context and after it
         outside = (place == 0) | (place > place[:, -1:] - batch["about"][0].behind)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from sparsepretrain import registry
 from sparsepretrain.errors import ConfigError, Problems
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, Progress, Task, widen
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,15 +60,11 @@ class Regression(Task):
 
     def batch(self, split: str, step: int, positions: Sequence[int], size: int) -> Batch:
         """Return ``inputs`` (n, inputs) and ``targets`` (n, outputs), both fp32."""
-        import torch
-
         numbers = np.asarray(positions, dtype=np.int64) + step * size
         inputs, targets = self._source.samples(split, self.order_seed(split), numbers)
         return {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
 
     def example(self, size: int, device: torch.device) -> Batch:
-        import torch
-
         options = self.model_options
         shapes = {"inputs": (size, options.inputs), "targets": (size, options.outputs)}
         return {key: torch.zeros(shape, device=device) for key, shape in shapes.items()}
@@ -79,8 +74,6 @@ class Regression(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         """Return (Σ over samples of the target's mean squared error, number of samples)."""
-        import torch.nn.functional as F
-
         predicted = widen(self.recipe.predict(model, batch["inputs"]))
         squares = F.mse_loss(predicted, batch["targets"], reduction="sum")
         return squares / predicted.shape[1], self.count(batch)

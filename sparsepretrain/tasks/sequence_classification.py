@@ -6,16 +6,16 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import torch.nn.functional as F
+from torch import Tensor
 
 from sparsepretrain.data.encoding import Codec
 from sparsepretrain.errors import ConfigError, Problems, needs
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, Observation, averages, cross_entropy
 from sparsepretrain.tasks._bases import RecordTask, RecordTaskOptions, Sample, join
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 CORRELATIONS = ("pearson", "spearman")
 
@@ -83,8 +83,6 @@ class SequenceClassification(RecordTask):
 
     def total(self, scores: Tensor, batch: Batch) -> Tensor:
         """Sum negative log-likelihoods in nats, or squared errors."""
-        import torch.nn.functional as F
-
         if self.regression:
             return F.mse_loss(scores[:, 0], batch["targets"], reduction="sum")
         return cross_entropy(scores, batch["targets"])

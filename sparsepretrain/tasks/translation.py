@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from sparsepretrain.data.encoding import open_codec
 from sparsepretrain.data.formats import Pairs, pairs, references
@@ -16,10 +18,6 @@ from sparsepretrain.data.preparation import load
 from sparsepretrain.errors import DataError, Problems, needs
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, Observation, Progress, Task, averages, cross_entropy
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
 
 IGNORED = -100
 """Target at padding, ignored by the loss."""
@@ -105,8 +103,6 @@ class Translation(Task):
         target length). ``count`` is the number of target tokens, ``references`` are the raw
         targets of held-out pairs.
         """
-        import torch
-
         every, buckets = self._pairs[split], self._buckets[split]
         samples = [buckets.pairs(step * size + position) for position in positions]
         rows = np.concatenate(samples)
@@ -131,8 +127,6 @@ class Translation(Task):
 
     def example(self, size: int, device: torch.device) -> Batch:
         """Return full buckets of sentences of 32 tokens (or ``max_length``), without padding."""
-        import torch
-
         length = -(-min(self.options.max_length, 32) // 4) * 4
         pairs = size * max(1, self.options.max_tokens // length)
         rows = torch.zeros(pairs, length, dtype=torch.int64, device=device)

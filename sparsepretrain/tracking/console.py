@@ -7,15 +7,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TextIO, TypeGuard
+from typing import Any, TextIO, TypeGuard
 
 from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 
-if TYPE_CHECKING:
-    from sparsepretrain.data.preparation import Progress as Preparation
+from sparsepretrain.data.preparation import Progress as Preparation
 
 PLAIN_SECONDS = 10.0
 """Seconds between two lines of data preparation without a terminal."""
@@ -62,9 +61,9 @@ class Console:
         return not self._rich.is_terminal or line.startswith("sparsepretrain ")
 
     def loading(self, what: str) -> None:
-        """Announce the import of PyTorch, which takes seconds."""
-        if "torch" not in sys.modules:
-            self.info(f"{what}: loading PyTorch and the model")
+        """Announce the import of transformers, which takes seconds."""
+        if "transformers" not in sys.modules:
+            self.info(f"{what}: loading the model")
 
     def table(
         self,

@@ -1,13 +1,12 @@
-"""Callbacks around each training step; no torch, so that options are checked without it."""
+"""Callbacks around each training step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from sparsepretrain.training.step import Step
+from sparsepretrain.training.step import Step
 
 
 class Observed(Protocol):
@@ -20,7 +19,7 @@ class Observed(Protocol):
 
 
 S = TypeVar("S", bound=Observed, contravariant=True)
-"""Type of a session: a variable, because ``session.py``, which imports torch, imports this file."""
+"""Type of a session: a variable, because ``session.py`` imports this file."""
 
 
 class Observer(Generic[S]):
@@ -71,9 +70,8 @@ class ProbeOptions:
 class Probe(Observer[S]):
     """An observer that ``probe.<name>`` of the configuration turns on.
 
-    Its class is registered as a ``probe`` and must not import torch at the top of its file. It
-    writes lines to ``probes.jsonl`` under its registered :attr:`name`; metrics.jsonl is the same
-    without it.
+    Its class is registered as a ``probe``. It writes lines to ``probes.jsonl`` under its registered
+    :attr:`name`; metrics.jsonl is the same without it.
     """
 
     Options: ClassVar[type] = ProbeOptions

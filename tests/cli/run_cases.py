@@ -1,4 +1,4 @@
-"""Run many command lines in one interpreter without torch; reads and writes JSON.
+"""Run many command lines in one interpreter; reads and writes JSON.
 
 Cached: compositions by Hydra (0.1 s each) and the installed plug-ins.
 """
@@ -18,9 +18,6 @@ import hydra
 
 from sparsepretrain import registry
 from sparsepretrain.cli import main
-
-assert "torch" not in sys.modules
-sys.modules["torch"] = None  # importing it is an ImportError from here on
 
 composed: dict = {}
 hydra_compose = hydra.compose

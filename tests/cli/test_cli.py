@@ -139,32 +139,33 @@ LOADED = "import sys; from sparsepretrain.cli import main; main(sys.argv[1:]); p
 
 
 @pytest.mark.parametrize(
-    ("argv", "absent", "most"),
+    ("argv", "absent"),
     [
-        (["--help"], {"torch", "numpy", "hydra", "omegaconf", "yaml", "rich"}, 220),
-        (["train", "--cfg", "job"], {"torch", "numba", "transformers", "datasets", "rich"}, 560),
+        (["--help"], {"torch", "numpy", "hydra", "omegaconf", "yaml", "rich"}),
+        (["train", "--help"], {"torch", "numpy", "hydra", "omegaconf", "yaml", "rich"}),
+        (["configs"], {"torch"}),
+        (["train", "--cfg", "job"], {"numba", "transformers", "datasets", "rich"}),
     ],
 )
-def test_start_up_imports_few_modules(argv, absent, most):
+def test_start_up_imports_few_libraries(argv, absent):
     command = [sys.executable, "-c", LOADED, *argv]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     loaded = set(done.stdout.splitlines()[-1].split())
     assert not absent & loaded
-    assert len(loaded) < most
 
 
-def test_finished_run_needs_no_torch(tiny, capfd, monkeypatch):
-    loaded = "torch" in sys.modules
+def test_finished_run_loads_no_model(tiny, capfd, monkeypatch):
+    loaded = "transformers" in sys.modules
     runs = [tiny.overrides("steps=2"), tiny.overrides("steps=0", "epochs=0.002")]
     for words in runs:
         monkeypatch.setattr(train, "illustrate", lambda run: run.report_file.touch())
         assert cli.main(["train", *words]) == 0
-    announced = capfd.readouterr().out.count("loading PyTorch and the model")
+    announced = capfd.readouterr().out.count("loading the model")
     assert announced == (not loaded)
     code = (
         "import json, sys; from sparsepretrain.cli import main\n"
         "for words in json.load(sys.stdin): assert main(['train', *words]) == 0\n"
-        "assert not {'torch', 'matplotlib', 'transformers'} & set(sys.modules)"
+        "assert not {'matplotlib', 'transformers'} & set(sys.modules)"
     )
     command, text = [sys.executable, "-c", code], json.dumps(runs)
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)

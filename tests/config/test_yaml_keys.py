@@ -91,15 +91,16 @@ def test_every_key_has_a_comment():
                 assert "#" in line or before.lstrip().startswith("#"), f"{file.name}: {line}"
 
 
-def test_every_registered_class_is_free_of_torch():
+def test_registered_classes_import_no_slow_library():
+    """A configuration is checked without transformers and others that take seconds."""
     code = (
-        "import sys; sys.modules['torch'] = None\n"
+        "import sys\n"
         "from sparsepretrain import registry\n"
         "for kind in registry.PACKAGES:\n"
         "    for name in registry.names(kind):\n"
         "        assert kind == 'verb' or registry.get(kind, name).Options\n"
-        "heavy = {'transformers', 'datasets', 'tokenizers', 'wandb', 'matplotlib', 'triton'}\n"
-        "heavy |= {'numba'}\n"
+        "heavy = {'transformers', 'datasets', 'tokenizers', 'wandb', 'matplotlib'}\n"
+        "heavy |= {'numba', 'torch._dynamo'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

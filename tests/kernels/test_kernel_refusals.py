@@ -1,12 +1,9 @@
 """Options and shapes that the kernels refuse, by the words of the message."""
 
-import pkgutil
-
 import pytest
 import torch
 
 from sparsepretrain import kernels
-from sparsepretrain.kernels.common import functions_of
 
 PAIRS, RANDOM = torch.zeros(2, 2, 2), {"variant": "random"}
 REFUSALS = [
@@ -79,9 +76,3 @@ def test_out_of_another_shape_is_refused(name, backend):
     with pytest.raises(ValueError, match=rf"{name}: out must have shape \(8, 8\), got \(2, 8, 8\)"):
         getattr(kernels, name)(*given, out=larger, backend=backend)
     assert larger.eq(7).all()
-
-
-def test_no_file_hides_an_operation():
-    """``sparsepretrain.kernels.NAME`` is a function, whichever module was imported first."""
-    files = {module.name for module in pkgutil.iter_modules(kernels.__path__)}
-    assert not files & {*functions_of(kernels.__name__, kernels.__path__)}

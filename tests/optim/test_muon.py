@@ -9,7 +9,7 @@ from torch import nn
 
 import sparsepretrain as sp
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.optim._muon_adamw import MuonAdamW, block_matrices
+from sparsepretrain.optim.muon import MuonAdamW, block_matrices
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 MUON = ["optim=muon", "optim.lr=2e-3"]

@@ -247,7 +247,7 @@ def test_reports_need_no_display_and_no_pyplot(tmp_path):
     code = (
         "import sys; from pathlib import Path; from sparsepretrain.reports.report import report;"
         f"report([Path({str(run)!r})]);"
-        "assert 'matplotlib.pyplot' not in sys.modules and 'torch' not in sys.modules"
+        "assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -9,9 +9,9 @@ import numpy
 import torch
 from torch import Tensor
 
+from sparsepretrain.kernels.common import from_groups4, to_groups4
 from sparsepretrain.kernels.cpu.launch import compiled, inlined
 from sparsepretrain.kernels.cpu.noise import fill, stream
-from sparsepretrain.kernels.groups4 import from_groups4, to_groups4
 from sparsepretrain.kernels.keys import AnyKey
 
 _ONE, _INFINITE = 2**23, 2**31 - 2**23

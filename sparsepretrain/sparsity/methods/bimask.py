@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+import torch
+
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import MethodOptions, Operand, Projection, Row
@@ -52,16 +54,12 @@ class BiMask(MaskedDecay):
 
     def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
         """Return the identity; the first search follows at once."""
-        import torch
-
         return {"permutation": torch.arange(weight.shape[1 - layer.dim], device=weight.device)}
 
     def update_(self, weight: Tensor, layer: Layer) -> None:
         """Every ``every`` steps keep the permutation whose backward mask has the most ones."""
         if (self.schedule.step - self.schedule.start) % self.options.every or weight.is_meta:
             return  # shapes alone (dry runs) hold nothing to find, and take minutes
-        import torch
-
         rows = weight if layer.dim == 1 else weight.t().contiguous()
         count, size = self.options.candidates, rows.shape[0]
         draws = kernels.uniform_noise(layer.key(DGRAD), count, size, 1, weight.device)[0]

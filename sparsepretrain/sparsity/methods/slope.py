@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from torch.nn import Parameter
+from torch.nn.functional import linear
+
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import MethodOptions, Operand, Phase, Projection, Row
@@ -77,8 +80,6 @@ class SLoPe(StoredMask):
         state = super().initial_state(weight, layer)
         if not self.options.adapters.rank:
             return state
-        from torch.nn import Parameter
-
         rank, inputs = self.options.adapters.rank, weight.shape[layer.dim]
         right = weight.new_zeros(rank, inputs)
         if not weight.is_meta:
@@ -107,6 +108,4 @@ class SLoPe(StoredMask):
     def residual(self, x: Tensor, layer: Layer) -> Tensor | None:
         if (factors := self.low_rank(layer)) is None:
             return None
-        from torch.nn.functional import linear
-
         return linear(linear(x, factors[1]), factors[0])

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.optim import StepAdamW
 from sparsepretrain.optim.adamw import AdamWOptions
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import Method, MethodOptions, Phase, Row
@@ -72,8 +73,6 @@ class STEP(MaskedDecay, STE):
 
     def build_optimizer(self, groups: list[dict[str, Any]], options: Any) -> Optimizer:
         """StepAdamW with the AdamW options of the run and AutoSwitch's of this method."""
-        from sparsepretrain.optim import StepAdamW
-
         if not isinstance(options, AdamWOptions):
             raise ConfigError(
                 f"sparsity=step needs optim=adamw (it freezes its moments), got {options.name}"
@@ -86,8 +85,6 @@ class STEP(MaskedDecay, STE):
 
     def read_optimizer(self, optimizer: Any) -> None:
         """Follow the switch; the first sparse forward is the one after the step that switched."""
-        from sparsepretrain.optim import StepAdamW
-
         if not isinstance(optimizer, StepAdamW):
             kind = type(optimizer).__name__
             raise ConfigError(f"method step needs a sparsepretrain.optim.StepAdamW, got {kind}")

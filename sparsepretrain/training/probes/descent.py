@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
+
+from torch import Tensor
 
 from sparsepretrain.registry import register
+from sparsepretrain.training.ema import put
+from sparsepretrain.training.loop import training_loss
 from sparsepretrain.training.observer import Probe, ProbeOptions
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sparsepretrain.training.session import Session
-    from sparsepretrain.training.step import Step
+from sparsepretrain.training.session import Session
+from sparsepretrain.training.step import Step
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,9 +63,6 @@ class Descent(Probe["Session"]):
         phase = session.sparsifier.method.phase
         if before is None or not session.updated or before["phase"] != phase:
             return
-        from sparsepretrain.training.ema import put
-        from sparsepretrain.training.loop import training_loss
-
         parameters = dict(session.model.named_parameters())
         after = {name: p.detach().clone() for name, p in parameters.items()}
         start: dict[str, Tensor] = before["weights"]

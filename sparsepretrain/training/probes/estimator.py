@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.registry import register
+from sparsepretrain.sparsity.clock import Moment
+from sparsepretrain.sparsity.layers import SparseLayer, SparseProducts
 from sparsepretrain.sparsity.operand_table import G, X
 from sparsepretrain.training.observer import Probe, ProbeOptions
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sparsepretrain.sparsity.clock import Moment
-    from sparsepretrain.sparsity.layers import SparseLayer
-    from sparsepretrain.training.session import Session
-    from sparsepretrain.training.step import Step
+from sparsepretrain.training.session import Session
+from sparsepretrain.training.step import Step
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,8 +75,6 @@ class Estimator(Probe["Session"]):
         """Draw the estimates of the step again, and further ones."""
         if self._seen is None:
             return
-        import torch
-
         wide = torch.promote_types(self._seen[0].dtype, torch.float32)
         x, grad = (value.to(wide) for value in self._seen)
         self._seen = None
@@ -113,10 +110,6 @@ def gradients(
         clock: (completed steps, micro-batch), which key the draws.
         exact: use X and G instead of Xf(X), Xw(X), P(G) and U(G).
     """
-    import torch
-
-    from sparsepretrain.sparsity.layers import SparseProducts
-
     state = layer.sparsity
     operands = state.cache.operands(layer.weight, x.dtype, True)
     row = state.method.phase.row

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
+from sparsepretrain.sparsity.layers import SparseLayer
 from sparsepretrain.training.observer import Probe, ProbeOptions
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sparsepretrain.sparsity.layers import SparseLayer
-    from sparsepretrain.training.session import Session
-    from sparsepretrain.training.step import Step
+from sparsepretrain.training.session import Session
+from sparsepretrain.training.step import Step
 
 COUNTS = ("deaths", "births", "resurrections")
 
@@ -51,8 +50,6 @@ class Lifetime(Probe["Session"]):
 
     def before_step(self, session: Session) -> None:
         """Start from the masks that the first comparison reads."""
-        import torch
-
         if self._layers:
             return
         for name, layer in session.sparsifier.layers.items():
@@ -95,8 +92,6 @@ class Lifetime(Probe["Session"]):
         history["mask"] = new
 
     def _summary(self, session: Session) -> dict[str, float]:
-        import torch
-
         layers = session.sparsifier.layers
         flips, bins, touched, ages = [], [], [], []
         for name, history in self._layers.items():
@@ -124,8 +119,6 @@ class Lifetime(Probe["Session"]):
 
     def _bins(self, session: Session, layer: SparseLayer) -> Tensor:
         """Return the class of each group by its L1 gap, uint8."""
-        import torch
-
         n, m = session.sparsifier.method.options.n, session.sparsifier.method.options.m
         low, high = kernels.boundary_magnitudes(layer.weight.detach(), n, m, dim=layer.sparsity.dim)
         gap = (high - low).movedim(layer.sparsity.dim, -1)

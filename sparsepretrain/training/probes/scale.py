@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.training.observer import Probe
-
-if TYPE_CHECKING:
-    from sparsepretrain.training.session import Session
-    from sparsepretrain.training.step import Step
+from sparsepretrain.training.session import Session
+from sparsepretrain.training.step import Step
 
 
 @register("probe", "scale")
