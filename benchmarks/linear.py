@@ -20,7 +20,7 @@ from harness import CPU, CUDA, Case, Options, Work, difference, interleave, main
 from sparsepretrain import registry
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import sparsify
-from sparsepretrain.sparsity.layers import SparseLayer
+from sparsepretrain.sparsity.engine.layers import SparseLayer
 
 LAYERS = {"GPT-2 124M": (768, 3072), "LLaMA 7B": (4096, 11008)}
 """(in_features, out_features)."""
@@ -133,7 +133,7 @@ def _call(
 ) -> Any:
     for layer in () if stored else model.modules():
         if isinstance(layer, SparseLayer):
-            layer.sparsity.cache.clear()
+            layer.operands.clear()
     with torch.set_grad_enabled(training), torch.autocast(x.device.type, torch.bfloat16):
         y = model(x)
     return torch.autograd.grad(y, [x, *model.parameters()], grad) if training else (y,)

@@ -39,8 +39,8 @@ from sparsepretrain.config import compose, validate
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels.timing import Series
+from sparsepretrain.sparsity.matmuls.sparse24 import PACKED
 from sparsepretrain.sparsity.method import Method
-from sparsepretrain.sparsity.sparse24 import PACKED
 from sparsepretrain.tasks import Batch, Task, build_task
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.assembly import META, build_model, build_session

@@ -22,12 +22,12 @@ class Mine(Method):
     def sparse_row(self):
         return Row(A=self.nm("M∘W"), J=Operand("M∘dW"))
 
-    def initial_state(self, weight, layer):
+    def initial_state(self, weight, state):
         score = weight if self.options.choice == "magnitude" else weight.clone().uniform_()
-        return {"mask": nm_mask(score, *self.pattern, dim=layer.dim)}
+        return {"mask": nm_mask(score, *self.pattern, dim=state.dim)}
 
-    def project(self, weight, layer):
-        return Projection(weight.masked_fill(~layer.mask, 0), layer.mask)
+    def project(self, weight, state):
+        return Projection(weight.masked_fill(~state.mask, 0), state.mask)
 
     def adjust_gradient_(self, grad, weight, mask, scale):
         grad.masked_fill_(~mask, 0)

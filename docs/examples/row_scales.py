@@ -16,11 +16,11 @@ class RowScales(Method):
     def sparse_row(self):
         return Row(A=self.nm("a∘M∘W"), J=Operand("dA"))
 
-    def initial_state(self, weight, layer):
+    def initial_state(self, weight, state):
         shape = [1] * weight.dim()
-        shape[1 - layer.dim] = weight.shape[1 - layer.dim]
+        shape[1 - state.dim] = weight.shape[1 - state.dim]
         return {"scale": Parameter(weight.new_ones(shape))}
 
-    def project(self, weight, layer):
-        mask = nm_mask(weight, *self.pattern, dim=layer.dim)
-        return Projection(weight.masked_fill(~mask, 0) * layer.scale, mask)
+    def project(self, weight, state):
+        mask = nm_mask(weight, *self.pattern, dim=state.dim)
+        return Projection(weight.masked_fill(~mask, 0) * state.scale, mask)

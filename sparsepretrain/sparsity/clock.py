@@ -8,15 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Moment = tuple[int, int] | Tensor
+ClockReading = tuple[int, int] | Tensor
 """(completed steps, micro-batch): integers, or int64 (2,), which a graph reads when it runs."""
 
 
 class Clock:
-    """Completed steps and micro-batch, which key the draws of a backward."""
+    """Seed, completed steps and micro-batch, which key the draws of a backward."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.step, self.micro = 0, 0
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed = seed
+        self.step = 0
+        self.micro = 0
+        self.capacity = 0
+        """Largest number of tokens in a micro-batch; 0: all have equally many."""
         self.tensor = torch.zeros(2, dtype=torch.int64, device=device)
         """(step, micro) for compiled and captured graphs, which read it when they run."""
         self._reading: Tensor | None = None  # copy of the tensor as it is now, on a GPU
@@ -39,7 +43,7 @@ class Clock:
             self.micro, self._reading = micro, None
             fill(self.tensor, [micro], 1)
 
-    def now(self) -> Moment:
+    def read(self) -> ClockReading:
         """Return (step, micro-batch), as a tensor if a graph has to read it when it runs.
 
         A forward saves the result for its backward, which may run, or run again under activation
@@ -58,71 +62,72 @@ class Clock:
 
 
 class MicroBatches:
-    """Count training forwards since the last step, unless `Sparsifier.micro_batch` is called.
+    """Number the training forwards since the last step, unless the loop names its micro-batches.
 
     The number is written to the clock of the model. It is in no buffer: ranks differ in it, and
     DistributedDataParallel broadcasts buffers.
+
+    Args:
+        clock: of the model.
+        on_begin: called at the start of every micro-batch.
     """
 
-    def __init__(
-        self, clock: Clock, has_gradient: Callable[[], bool], sync: Callable[[], None]
-    ) -> None:
-        self.clock, self._has_gradient, self._sync = clock, has_gradient, sync
-        self.capacity = 0
-        """Largest number of tokens in a micro-batch; 0: all have equally many."""
+    def __init__(self, clock: Clock, on_begin: Callable[[], None]) -> None:
+        self.clock = clock
+        self._on_begin = on_begin
         self.counts_forwards = True
         """False if the loop calls `Sparsifier.micro_batch`."""
-        self.begins = True
-        """True if the next layer that runs begins a micro-batch."""
+        self._next_layer_begins = True  # for a root that is bypassed
         self._is_first = True  # the next forward is the first one after a step
-        self._had_gradient = False
 
     def restart(self) -> None:
-        """Count from 0 again: a step is complete."""
-        self.counts_forwards = self.begins = self._is_first = True
+        """Begin again with number 0: a step is complete."""
+        self.counts_forwards = self._next_layer_begins = self._is_first = True
 
     def set_index(self, index: int, capacity: int) -> None:
         """Set the micro-batch that the next forward sees."""
-        self.capacity, self.counts_forwards = capacity, False
+        self.clock.capacity, self.counts_forwards = capacity, False
         self.clock.set_micro(index)
 
     def root_runs(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        """Count a training forward of the root."""
-        if self.counts_forwards and module.training:
-            self.begins = False
-            # A reentrant checkpoint of the root runs it without gradients first, on inputs that
-            # require some.
-            if torch.is_grad_enabled() or any(getattr(x, "requires_grad", False) for x in args):
-                self.count()
+        """Begin a micro-batch with a training forward of the root."""
+        if not (self.counts_forwards and module.training):
+            return
+        self._next_layer_begins = False
+        # A reentrant checkpoint of the root runs it without gradients first, on inputs that
+        # require some.
+        if torch.is_grad_enabled() or any(getattr(x, "requires_grad", False) for x in args):
+            self._begin()
 
     def layer_runs(self) -> None:
-        """Count the training forward of a layer whose root was bypassed."""
+        """Begin a micro-batch with the first layer after a backward if the root was bypassed."""
         # also without gradients, for checkpoints that are recomputed
-        if self.counts_forwards and self.begins:
-            self.count()
+        if self.counts_forwards and self._next_layer_begins:
+            self._begin()
 
     def backward_runs(self) -> None:
         """Let the next forward begin another micro-batch."""
-        self.begins = True
+        self._next_layer_begins = True
 
-    @torch._disable_dynamo  # torch.compiler.disable without importing 1.3 s of dynamo
-    def count(self) -> None:
-        """Begin the next micro-batch."""
-        transformed = torch._C._functorch.maybe_current_level() is not None
-        if torch._C._current_graph_task_id() != -1 or transformed:  # recomputed, or by torch.func
+    # The public torch.compiler.disable imports 1.3 s of dynamo where it decorates.
+    @torch._disable_dynamo
+    def _begin(self) -> None:
+        if is_recomputing():
             return
-        # No hook of the optimizer sees a step that a loss scaler skips. But the gradients are gone
-        # although no step was completed. (This is not seen with one micro-batch per step or with
-        # zero_grad(set_to_none=False): such loops call ``Sparsifier.micro_batch``.)
-        has_gradient = self._has_gradient()
-        first = self._is_first or (self._had_gradient and not has_gradient)
-        self._had_gradient = has_gradient
         rank, world = 0, 1
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self._sync()
-        self.clock.set_micro(rank if first else self.clock.micro + world)
-        self._is_first = self.begins = False
+        self.clock.set_micro(rank if self._is_first else self.clock.micro + world)
+        self._on_begin()
+        self._is_first = self._next_layer_begins = False
+
+
+def is_recomputing() -> bool:
+    """Return True in a forward that activation checkpointing runs again.
+
+    Such a forward runs inside a backward, which torch tells by no public function.
+    """
+    return torch._C._current_graph_task_id() != -1
 
 
 def fill(numbers: Tensor, values: list[int], first: int = 0) -> None:

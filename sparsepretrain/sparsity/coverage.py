@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from sparsepretrain.kernels.cusparselt.packed24 import version
-from sparsepretrain.sparsity.layer_classes import dense_weights, sparse_class
-from sparsepretrain.sparsity.layers import SparseLayer
+from sparsepretrain.sparsity.engine.layer_classes import dense_weights, sparse_class
+from sparsepretrain.sparsity.engine.layers import SparseLayer
+from sparsepretrain.sparsity.engine.model_state import ModelState
+from sparsepretrain.sparsity.matmuls.three import MATMUL_OF, MATMULS
 from sparsepretrain.sparsity.method import title
-from sparsepretrain.sparsity.model_state import ModelState
 from sparsepretrain.sparsity.operand_table import Row
-from sparsepretrain.sparsity.products import MATMUL_OF, MATMULS
 
 SHOWN = 4
 """Maximum number of other dense weights that a report names."""
@@ -135,8 +135,7 @@ def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
     for name, layer in layers.items():
         axis, shape = layer.sparsity.dim, layer.weight.shape
         sizes = shape[axis], shape[1 - axis], tuple(shape[2:])
-        own = layer.sparsity
-        chosen = own.products
+        chosen = layer.operands.matmuls
         untried = "" if chosen.packs or chosen.is_final else "not tried yet"
         why = {MATMUL_OF[name]: why or untried for name, why in chosen.reasons.items()}
         kind = layer.replaces.__name__
@@ -264,10 +263,10 @@ def prove(layers: dict[str, SparseLayer], state: ModelState) -> Proof:
     proof = Proof(pattern=f"{n}:{m}", sparse=False, why_dense=why)
     found = {}
     for name, layer in layers.items():
-        weight = layer.sparsity.project(layer.weight).forward
+        weight = layer.operands.project(layer.weight).forward
         if weight is None:
             continue
-        weight = layer.sparsity.rows.gather(weight)
+        weight = layer.operands.rows.gather(weight)
         holds = nm_holds(weight, n, m, layer.sparsity.dim)
         found[name] = torch.stack([holds.long(), (weight == 0).sum()])
         proof.groups += weight.numel() // m

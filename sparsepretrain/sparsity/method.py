@@ -12,15 +12,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from sparsepretrain import kernels
 from sparsepretrain.errors import Problems
-from sparsepretrain.kernels import AnyKey, NoiseKey
-from sparsepretrain.sparsity.finetuning import FineTuning
+from sparsepretrain.kernels import AnyKey
+from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.operand_table import Operand, Row
 from sparsepretrain.sparsity.schedule import Phase, Schedule, Window
 
@@ -64,28 +64,18 @@ class Projection(NamedTuple):
     wgrad_scale: Tensor | None = None  # 0-d factor of dW; None: 1
 
 
-class Layer(Protocol):
-    """Interface of a sparse layer to its method; tensors of the method are attributes."""
+class FineTuning(NamedTuple):
+    """Rules for fine-tuning checkpoints of a method."""
 
-    dim: int
-    """Axis of in_features, or of the input channels, in the stored weight."""
-
-    @property
-    def out(self) -> Tensor | None:
-        """Buffer into which ``project`` may write A(W), returning the buffer; None: there is none.
-
-        It has the shape of W and the dtype of the matmuls; using it saves a cast and a copy.
-        """
-
-    @property
-    def step(self) -> int | Tensor:
-        """Completed optimizer steps: an integer, or a 0-d int64 tensor in compiled graphs."""
-
-    def key(self, matmul: int) -> NoiseKey:
-        """Return the noise stream of a matmul at this step."""
-
-    def __getattr__(self, name: str) -> Any:
-        """Return a tensor of :meth:`Method.initial_state`."""
+    method: str | None = None
+    """Method to fine-tune with; None: the same one."""
+    options: Mapping[str, Any] = MappingProxyType({})
+    """Options that change when a checkpoint is fine-tuned with this method."""
+    same: tuple[str, ...] = ()
+    """Options, in addition to pattern and targets, that change the function computed from stored
+    weights."""
+    zero: str | None = None
+    """Option that must be 0 in the new run; dots separate nested options."""
 
 
 class Method:
@@ -115,12 +105,17 @@ class Method:
     """Integers per model that checkpoints store: initial values in the class, current values in the
     instance. :meth:`read_optimizer` may change them."""
     phase: Phase = Phase()
-    """Phase of the next step (:func:`enter`)."""
+    """Phase of the next step (:meth:`set_step`)."""
 
     def __init__(self, options: MethodOptions, total_steps: int | None = None) -> None:
         self.options = options
         self.schedule = Schedule(options.window, total_steps, getattr(options, "refresh", 1))
         self.scalars = dict(self.scalars)
+
+    def set_step(self, step: int) -> None:
+        """Enter the phase after ``step`` completed steps, or after :attr:`scalars` changed."""
+        self.schedule.step = step
+        self.phase = self.phase_of(step)
 
     def phase_of(self, step: int) -> Phase:
         """Return the phase after ``step`` completed steps; dense outside the window.
@@ -154,15 +149,15 @@ class Method:
         """Return metrics of the method for the record: name -> value."""
         return {}
 
-    def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
+    def initial_state(self, weight: Tensor, state: LayerState) -> dict[str, Tensor]:
         """Return the persistent tensors of one layer, given its initial weight (fp32 or wider).
 
-        The tensor under ``"beta"`` becomes ``layer.beta``. A ``torch.nn.Parameter`` is trained:
+        The tensor under ``"beta"`` becomes ``state.beta``. A ``torch.nn.Parameter`` is trained:
         build the optimizer after ``sparsify``.
         """
         return {}
 
-    def update_(self, weight: Tensor, layer: Layer) -> None:
+    def update_(self, weight: Tensor, state: LayerState) -> None:
         """Update the layer's tensors in place, before the first forward and after every step.
 
         Called inside the window only. ``weight`` is the stored master weight after the step.
@@ -172,7 +167,7 @@ class Method:
         """Return the mask that the method chooses for ``weight``; bool, same shape."""
         return kernels.nm_mask(weight, *self.pattern, dim=dim)
 
-    def project(self, weight: Tensor, layer: Layer) -> Projection:
+    def project(self, weight: Tensor, state: LayerState) -> Projection:
         """Return A(W), B(W) and the mask of a stored master weight (fp32 or wider).
 
         Called once per optimizer step, in each forward, or in a compiled graph: the result depends
@@ -201,7 +196,7 @@ class Method:
         estimator = getattr(self.options, "estimator", "approximate")
         return kernels.mvue(grad, dim=0, estimator=estimator, key=key, order=order)
 
-    def residual(self, x: Tensor, layer: Layer) -> Tensor | None:
+    def residual(self, x: Tensor, state: LayerState) -> Tensor | None:
         """Return a linear function of X, (…, out_features), that is added to X·A(W)ᵀ, or None.
 
         Autograd differentiates it; ``densify`` folds it into the weight.
@@ -240,12 +235,6 @@ class Method:
         Raises:
             ConfigError: the method needs another kind of optimizer.
         """
-
-
-def enter(method: Method, step: int) -> None:
-    """Enter the phase after ``step`` completed steps, or after the method's scalars changed."""
-    method.schedule.step = step
-    method.phase = method.phase_of(step)
 
 
 def typical_row(name: str, method: type[Method]) -> Row:

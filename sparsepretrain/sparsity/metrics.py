@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.kernels import boundary_magnitudes
-from sparsepretrain.sparsity.layers import SparseLayer
-from sparsepretrain.sparsity.model_state import ModelState
+from sparsepretrain.sparsity.engine.layers import SparseLayer
+from sparsepretrain.sparsity.engine.model_state import ModelState
 
 
 @torch.no_grad()
@@ -31,14 +31,14 @@ def measure(
         per_layer: also the numbers of each layer.
     """
     method = state.method
-    rows, own_rows = [], next(iter(layers.values())).sparsity.rows
+    rows, own_rows = [], next(iter(layers.values())).operands.rows
     for layer in layers.values():
-        own = layer.sparsity
+        own, dim = layer.operands, layer.sparsity.dim
         forward = own.project(layer.weight).forward if method.phase.training else None
         stored = own.rows.local(layer.weight).detach()
         used = stored if forward is None else forward
-        weight = own.rows.complete(stored, method.options.m if own.dim == 0 else 1)
-        dropped, kept = boundary_magnitudes(weight, *method.pattern, dim=own.dim)
+        weight = own.rows.complete(stored, method.options.m if dim == 0 else 1)
+        dropped, kept = boundary_magnitudes(weight, *method.pattern, dim=dim)
         gap = (kept - dropped).sum(dtype=torch.float64)
         sizes = [gap.new_full((), part.numel()) for part in (stored, dropped)]  # no copy
         rows.append(torch.stack([*sizes, used.count_nonzero().double(), gap]))

@@ -13,14 +13,13 @@ from torch import nn
 
 from sparsepretrain import registry
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
-from sparsepretrain.sparsity.layer_classes import (
+from sparsepretrain.sparsity.engine.layer_classes import (
     dense_weights,
     layer_family,
     replacement_of,
     sparse_class,
 )
-from sparsepretrain.sparsity.layers import SparseLayer
-from sparsepretrain.sparsity.loading import is_dtensor
+from sparsepretrain.sparsity.engine.layers import SparseLayer, is_dtensor
 from sparsepretrain.sparsity.method import Method
 
 SUPPORTED = "(supported: nn.Linear, nn.Conv2d, transformers' Conv1D)"

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.errors import CheckpointError, ConfigError
-from sparsepretrain.sparsity import attachments
 from sparsepretrain.sparsity.coverage import Coverage, Proof, cover, prove
-from sparsepretrain.sparsity.layers import SparseLayer
+from sparsepretrain.sparsity.engine.attachments import holder_of
+from sparsepretrain.sparsity.engine.layers import SparseLayer
+from sparsepretrain.sparsity.engine.model_state import ModelState
+from sparsepretrain.sparsity.engine.steps import Steps
+from sparsepretrain.sparsity.fsdp.rows import Rows
 from sparsepretrain.sparsity.method import Method, title
 from sparsepretrain.sparsity.metrics import measure
-from sparsepretrain.sparsity.model_state import ModelState
-from sparsepretrain.sparsity.rows import Rows
 from sparsepretrain.sparsity.selection import refuse_sharded
-from sparsepretrain.sparsity.steps import Steps
 
 
 class Sparsifier:
@@ -32,7 +32,7 @@ class Sparsifier:
         self.layers: dict[str, SparseLayer] = {
             layer.sparsity.layer_name: layer
             for layer in state.root.modules()
-            if isinstance(layer, SparseLayer) and layer.sparsity.model is state
+            if isinstance(layer, SparseLayer) and layer.sparse_model is state
         }
         self.steps = Steps(state, self.layers)
 
@@ -95,20 +95,29 @@ class Sparsifier:
                 :meth:`prepare_sharding`, or prepared and not sharded.
         """
         self._require_sparse()
-        if attachments.attached_optimizer(self._state):
+        if self._state.attachment.optimizer is not None:
             raise ConfigError("the sparsifier is attached already: call detach() first")
         if self._rows.is_sharded:
-            from sparsepretrain.sparsity import shard_setup
+            from sparsepretrain.sparsity.engine import shard_setup
 
             shard_setup.bind(self._state, self.layers)
         else:
             refuse_sharded(self.layers)
-        hooked = attachments.holder_of(self.layers, (optimizer, *others))
+        hooked = holder_of(
+            {name: layer.weight for name, layer in self.layers.items()},
+            {
+                f"{name}.sparsity.{key}": parameter
+                for name, layer in self.layers.items()
+                for key, parameter in layer.sparsity.named_parameters()
+            },
+            (optimizer, *others),
+            sharded=self._rows.is_sharded,
+        )
         if (mark := getattr(hooked, "mark_sparse", None)) is not None:
             mark([layer.weight for layer in self.layers.values()])
         self.method.read_optimizer(hooked)
         self._state.write()
-        attachments.attach(self._state, hooked, self.steps.before, self.steps.after)
+        self._state.attachment.attach(hooked, self.steps.before, self.steps.after)
         self._state.baseline_due = self.completed_steps == 0
         self.steps.take_baseline()
 
@@ -124,7 +133,7 @@ class Sparsifier:
         Raises:
             ConfigError: already prepared, attached or sharded; fp8 or sparse matmuls.
         """
-        from sparsepretrain.sparsity import shard_setup  # half a second
+        from sparsepretrain.sparsity.engine import shard_setup  # half a second
 
         self._require_sparse()
         shard_setup.prepare(self._state, self.layers)
@@ -132,7 +141,7 @@ class Sparsifier:
     @property
     def _rows(self) -> Rows:
         """Rows of a layer; all layers are sharded, or none is."""
-        return next(iter(self.layers.values())).sparsity.rows
+        return next(iter(self.layers.values())).operands.rows
 
     def reset(self) -> None:
         """Recompute frozen scales, fixed masks and the flip baseline, and set counters to zero.
@@ -146,12 +155,13 @@ class Sparsifier:
         self._require_sparse()
         self._state.reset()
         for layer in self.layers.values():
-            layer.sparsity.reset(layer.weight)
+            layer.operands.reset(layer.weight)
+        self._state.baseline_due = True
         self.refresh()
 
     def detach(self) -> None:
         """Remove the hooks of :meth:`attach`; the layers stay sparse."""
-        attachments.detach(self._state)
+        self._state.attachment.detach()
 
     def store_operands(self, dtype: torch.dtype | None = None) -> None:
         """Cache operands: project once per optimizer step instead of in every forward.
@@ -176,7 +186,7 @@ class Sparsifier:
         if state.backend is not None and not weight.is_meta:
             state.backend.require_here(weight.device, dtype, state.precision)
         for layer in self.layers.values():
-            layer.sparsity.cache.store = dtype
+            layer.operands.store_as(dtype)
         self.refresh()
 
     def choose_products(self, inputs: Mapping[str, Sequence[int]], micro_batches: int = 1) -> None:
@@ -198,13 +208,9 @@ class Sparsifier:
         if self._state.backend is not None:
             self._state.backend.micro_batches = micro_batches
         for name, layer in self.layers.items():
-            own = layer.sparsity
-            own.try_products(
-                layer.weight,
-                inputs[name],
-                own.cache.store or layer.weight.dtype,
-                bias=layer.bias is not None,
-            )
+            dtype = layer.operands.store or layer.weight.dtype
+            has_bias = layer.bias is not None
+            layer.operands.try_matmuls(layer.weight, inputs[name], dtype, bias=has_bias)
 
     @property
     def backend(self) -> dict[str, Any]:
@@ -237,7 +243,7 @@ class Sparsifier:
         """
         self._state.sync()
         for name, layer in self.layers.items():
-            layer.sparsity.cache.hold(layer.weight, masks[name])
+            layer.operands.hold(layer.weight, masks[name])
 
     def refresh(self) -> None:
         """Recompute stored operands; call this after changing weights by hand."""
@@ -251,10 +257,11 @@ class Sparsifier:
         the method would choose.
         """
         self._require_sparse()
+        self._state.sync()
         masks = {}
         for name, layer in self.layers.items():
-            own = layer.sparsity
-            masks[name] = own.rows.gather(own.present_bool_mask(layer.weight)).clone()
+            own = layer.operands
+            masks[name] = own.rows.gather(own.bool_mask(layer.weight)).clone()
         return masks
 
     def metrics(self, *, per_layer: bool = False) -> dict[str, float]:
@@ -277,15 +284,18 @@ class Sparsifier:
     ) -> tuple[dict[str, float], list[list[int]]]:
         """Return :meth:`metrics` and ``counts`` (k, layers) as lists, in one synchronization."""
         self._require_sparse()
+        self._state.sync()
         return measure(self.layers, self._state, self.flips, counts, per_layer=per_layer)
 
     def coverage(self) -> Coverage:
         """Return the report of sparse layers and their operands."""
         self._require_sparse()
+        self._state.sync()
         return cover(self.layers, self._state)
 
     def prove(self) -> Proof:
         """Count the non-zeros of every group of the evaluated weights; collective if sharded."""
+        self._state.sync()
         return prove(self.layers, self._state)
 
     def state_dict(self) -> dict[str, Any]:
@@ -319,8 +329,8 @@ class Sparsifier:
 
     @property
     def _densified(self) -> bool:
-        own = (getattr(layer, "sparsity", None) for layer in self.layers.values())
-        return any(state is None or state.model is not self._state for state in own)
+        models = (getattr(layer, "sparse_model", None) for layer in self.layers.values())
+        return any(model is not self._state for model in models)
 
     def _require_sparse(self) -> None:
         if self._densified:

@@ -12,8 +12,13 @@ from torch import Tensor, nn
 from sparsepretrain import registry
 from sparsepretrain.config.strict import build
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
-from sparsepretrain.sparsity import attachments
-from sparsepretrain.sparsity.backend import (
+from sparsepretrain.kernels import widen
+from sparsepretrain.sparsity.engine.layer_classes import replacement_of
+from sparsepretrain.sparsity.engine.layers import SparseLayer
+from sparsepretrain.sparsity.engine.model_state import ModelState
+from sparsepretrain.sparsity.engine.operands import LayerOperands
+from sparsepretrain.sparsity.layer_state import LayerState
+from sparsepretrain.sparsity.matmuls.choice import (
     Backend,
     FP8Precision,
     LayerProducts,
@@ -21,11 +26,7 @@ from sparsepretrain.sparsity.backend import (
     backend_of,
     precision_of,
 )
-from sparsepretrain.sparsity.layer_classes import replacement_of
-from sparsepretrain.sparsity.layer_state import LayerState
-from sparsepretrain.sparsity.layers import SparseLayer
 from sparsepretrain.sparsity.method import Method, MethodOptions, title
-from sparsepretrain.sparsity.model_state import ModelState
 from sparsepretrain.sparsity.operand_table import DW
 from sparsepretrain.sparsity.selection import check_shapes, select_layers
 from sparsepretrain.sparsity.sparsifier import Sparsifier
@@ -67,8 +68,8 @@ def sparsify(
             are faster; the first eager training forward of a layer times both.
         precision: None: matmuls run in the dtype of autocast, or of the weight. ``"fp8"``: in
             training, matmuls of these layers run on fp8 tensor cores; evaluation does not use fp8
-            (:class:`~sparsepretrain.sparsity.fp8.FP8`). ``"fp8_sim"``: the same fp8 operands,
-            multiplied in a wider type. Or a dict: ``{"name": "fp8", "recipe": "e4m3"}``.
+            (:class:`~sparsepretrain.sparsity.matmuls.fp8.FP8`). ``"fp8_sim"``: the same fp8
+            operands, multiplied in a wider type. Or a dict: ``{"name": "fp8", "recipe": "e4m3"}``.
         **options: options of the method (keys of ``configs/sparsity/<method>.yaml``); nested ones
             as dicts: ``window={"start": 0.1}``.
 
@@ -151,15 +152,22 @@ def sparsify_with(
     state = ModelState(model, method, formats, chooser, seed, device)
     first = sum(isinstance(module, SparseLayer) for module in model.modules())
     for index, (name, layer) in enumerate(layers.items(), first):
-        replacement = replacement_of(layer)
-        if layer.weight.requires_grad or state.example is None:
-            state.example = layer
+        replacement, weight = replacement_of(layer), layer.weight.detach()
+        own = LayerState(state.clock, name, index, weight, replacement.in_dim)
         with torch.no_grad():
-            own = LayerState(state, name, index, layer.weight.detach(), replacement.in_dim)
+            own.add_tensors(method.initial_state(widen(weight), own))
+            if method.schedule.start == 0:
+                method.update_(weight, own)
+        size = LayerSize(tuple(weight.shape), replacement.in_dim, weight.device)
+        matmuls = LayerProducts(method, formats, chooser, size)
         # the object stays: references, hooks and second names keep working
         layer.__class__ = replacement
         layer.add_module("sparsity", own)
-        attachments.watch(layer)
+        layer.operands = LayerOperands(method, own, matmuls)
+        layer.sparse_model = state
+        state.operands.append(layer.operands)
+        if layer.weight.requires_grad and state.watched is None:
+            state.watched = name, layer
     return Sparsifier(state)
 
 
@@ -170,7 +178,7 @@ def sparsifier_of(model: nn.Module) -> Sparsifier:
         ConfigError: it is not sparse, or :func:`sparsify` was called for several parts of it.
     """
     layers = [m for m in model.modules() if isinstance(m, SparseLayer)]
-    states = list(dict.fromkeys(layer.sparsity.model for layer in layers))
+    states = list(dict.fromkeys(layer.sparse_model for layer in layers))
     if not states:
         raise ConfigError("the model is not sparse: call sparsify(model, method, targets=…)")
     if len(states) > 1:
@@ -199,8 +207,8 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {_show(model)}")
     layers = [module for module in model.modules() if isinstance(module, SparseLayer)]
-    states = {layer.sparsity.model for layer in layers}
-    if any(layer.sparsity.rows.is_sharded for layer in layers):
+    states = {layer.sparse_model for layer in layers}
+    if any(layer.operands.rows.is_sharded for layer in layers):
         raise ConfigError(
             "a sharded model cannot be densified: save it, and load the checkpoint in one process"
         )
@@ -214,8 +222,9 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
                 SparsePretrainWarning,
                 stacklevel=2,
             )
+    gone = {layer.operands for layer in layers}
     for layer in layers:
-        own, weight = layer.sparsity, layer.weight
+        own, weight = layer.operands, layer.weight
         with torch.no_grad():
             forward = own.project(weight).forward
             residual = residual_weight(layer) if fold else None
@@ -223,13 +232,12 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
                 weight.copy_(forward)
             if residual is not None:
                 weight.add_(residual)
-                folded.append(own.layer_name)
-        del layer._modules["sparsity"]
-        attachments.living.discard(layer)
+                folded.append(own.state.layer_name)
+        del layer._modules["sparsity"], layer.operands, layer.sparse_model
         layer.__class__ = layer.replaces  # type: ignore[assignment]
     for state in states:
-        attachments.detach(state, densified=True)
-        state.release()
+        state.attachment.detach()
+        state.release(layers, gone)
     if folded:
         warnings.warn(
             f"low-rank adapters were folded into {len(folded)} layers ({folded[0]}, …): their "
@@ -242,12 +250,12 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
 
 def residual_weight(layer: SparseLayer) -> Tensor | None:
     """Return the method's residual (low-rank adapters) as a weight laid out like the layer's."""
-    own, weight = layer.sparsity, layer.weight
+    state, weight = layer.sparsity, layer.weight
     if weight.dim() != 2:
         return None
-    identity = torch.eye(weight.shape[own.dim], dtype=weight.dtype, device=weight.device)
-    residual = own.method.residual(identity, own)
-    return residual.t() if residual is not None and own.dim == 1 else residual
+    identity = torch.eye(weight.shape[state.dim], dtype=weight.dtype, device=weight.device)
+    residual = layer.operands.method.residual(identity, state)
+    return residual.t() if residual is not None and state.dim == 1 else residual
 
 
 def _show(value: Any) -> str:

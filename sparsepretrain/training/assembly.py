@@ -18,8 +18,8 @@ from sparsepretrain.errors import CheckpointError, ConfigError, reason
 from sparsepretrain.optim import build_optimizer
 from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.sparsity import Method, MethodOptions, Sparsifier, densify, sparsify_with
-from sparsepretrain.sparsity.backend import Backend
-from sparsepretrain.sparsity.finetuning import FineTuning
+from sparsepretrain.sparsity.matmuls.choice import Backend
+from sparsepretrain.sparsity.method import FineTuning
 from sparsepretrain.sparsity.schedule import Window
 from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.tracking.console import Console

@@ -14,11 +14,11 @@ import torch
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import Sparsifier
-from sparsepretrain.sparsity.backend import Backend, LayerSize, objection
 from sparsepretrain.sparsity.coverage import padding_lines
-from sparsepretrain.sparsity.method import Method, enter
-from sparsepretrain.sparsity.products import MATMUL_OF
-from sparsepretrain.sparsity.sparse24 import TOKENS, padded_features, padding, rounded_up
+from sparsepretrain.sparsity.matmuls.choice import Backend, LayerSize, objection
+from sparsepretrain.sparsity.matmuls.sparse24 import TOKENS, padded_features, padding, rounded_up
+from sparsepretrain.sparsity.matmuls.three import MATMUL_OF
+from sparsepretrain.sparsity.method import Method
 from sparsepretrain.tasks import build_task
 from sparsepretrain.tracking.console import count
 from sparsepretrain.training.assembly import META, build_model, layer_inputs, sparsify_model
@@ -90,11 +90,12 @@ def matmul_flops(
     for name, layer in sparsifier.layers.items():
         if layer.weight.dim() != 2:
             continue
-        state, tokens = layer.sparsity, tuple(inputs[name][:-1])
+        dim, tokens = layer.sparsity.dim, tuple(inputs[name][:-1])
         token_count = math.prod(tokens)
         flops = 2 * micro_batches * token_count * layer.weight.numel()
         found.layers.update(dict.fromkeys(row.operands, flops))
-        size, base = LayerSize(tuple(layer.weight.shape), state.dim, META), state.products.base
+        size = LayerSize(tuple(layer.weight.shape), dim, META)
+        base = layer.operands.matmuls.base
         for operand, why in backend.reasons(row, size, base).items():
             if reason := why or objection(operand, tokens, dtype, base):
                 found.reasons.append(reason)
@@ -158,13 +159,13 @@ def run_cost(run: Run, lines: Sequence[Mapping[str, Any]] | None = None) -> Cost
     bounds = [0, *(line["step"] for line in logged[1:]), run.steps]
     halves = saved = 0.0
     for line, (begin, end) in zip(logged, pairwise(bounds), strict=True):
-        enter(method, line["step"])
+        method.set_step(line["step"])
         # an optimizer may decide the phase: the record knows, a new method does not
         row = method.sparse_row if method.scalars else method.phase.row
         halved = row.halved if line["sparse"] else []
         halves += (end - begin) * len(halved)
         saved += (end - begin) * sum(layers[name] for name in halved) / 2
-    enter(method, run.steps)
+    method.set_step(run.steps)
     ends_sparse = bool(logged[-1]["sparse"]) if method.scalars else method.phase.evaluation
     coverage = sparsifier.coverage()
     total = coverage.total_parameters
@@ -184,7 +185,7 @@ def _planned(run: Run, method: Method) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     before = None
     for step in range(run.steps):
-        enter(method, step)
+        method.set_step(step)
         phase = method.phase
         if (phase.training, phase.row) != before:
             lines.append({"step": step, "sparse": phase.training})

@@ -73,7 +73,7 @@ class World(Ranks):
         """All-gather a tensor if it is sharded."""
         if self.size == 1:
             return tensor
-        from sparsepretrain.sparsity import sharding
+        from sparsepretrain.sparsity.fsdp import sharding
 
         return sharding.whole(tensor)
 
@@ -86,7 +86,7 @@ class World(Ranks):
             return tensor
         from torch.distributed.tensor import DTensor
 
-        from sparsepretrain.sparsity import sharding
+        from sparsepretrain.sparsity.fsdp import sharding
 
         if not isinstance(tensor, DTensor):
             return tensor if self.is_main else None
@@ -100,7 +100,7 @@ class World(Ranks):
         """Return the own shard of ``tensor``, sharded like ``like``, or all of it."""
         if self.size == 1:
             return tensor[...]
-        from sparsepretrain.sparsity import sharding
+        from sparsepretrain.sparsity.fsdp import sharding
 
         return sharding.part_of(tensor, like)
 

@@ -16,7 +16,7 @@ import linear
 from sparsepretrain import kernels
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels.cpu import KERNELS
-from sparsepretrain.sparsity import backend, sparse24
+from sparsepretrain.sparsity.matmuls import choice, sparse24
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="rehearses without a GPU")
@@ -110,8 +110,8 @@ def test_a_wrong_sparse_matmul_gets_no_time(run, monkeypatch):
     def medians(works, device):
         return {name: seconds(run) for name, run in works.items()}
 
-    monkeypatch.setattr(backend, "unsupported", lambda device, **_: None)
-    monkeypatch.setattr(backend, "medians", medians)
+    monkeypatch.setattr(choice, "unsupported", lambda device, **_: None)
+    monkeypatch.setattr(choice, "medians", medians)
     monkeypatch.setattr(sparse24, "matmul_24", multiply)
     code, cases = run("linear", "--methods", "sste", "--backend", "auto")
     found = {case["name"].partition("backend=auto, ")[2]: case for case in cases}

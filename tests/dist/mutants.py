@@ -9,16 +9,17 @@ from unittest.mock import patch
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from sparsepretrain.sparsity import Sparsifier, layer_state, operands, steps
-from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK, LayerState
-from sparsepretrain.sparsity.operands import OperandCache
-from sparsepretrain.sparsity.sharding import MasterShard, ShardedRows
+from sparsepretrain.sparsity import Sparsifier, layer_state
+from sparsepretrain.sparsity.engine import operands, steps
+from sparsepretrain.sparsity.engine.operands import LayerOperands
+from sparsepretrain.sparsity.fsdp.sharding import MasterShard, ShardedRows
+from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK
 from sparsepretrain.training import gradients, loop
 
 place, seed_draws, loss = Sparsifier.micro_batch, loop.seed_draws, gradients.Loss.forward
 summed, rows_of = gradients._sum, ShardedRows.own_rows
 cut, pack = ShardedRows.shard_buffers, layer_state.pack_rows
-project, update = LayerState.project, LayerState.update
+project, update = LayerOperands.project, LayerOperands.update
 gathered, set_factor = MasterShard.fsdp_post_all_gather, FSDPModule.set_gradient_divide_factor
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -47,7 +48,7 @@ def by_pointer(own: Any, weight: Any, training: bool = False) -> Any:
     """Projections cached by the address of the rows, which changes on some ranks only."""
     if not isinstance(own.rows, ShardedRows):
         return project(own, weight, training)
-    key = own.step, own.cache.uses_training_set(training), own.rows.local(weight).data_ptr()
+    key = own.state.step, own._uses_training_set(training), own.rows.local(weight).data_ptr()
     kept = own.__dict__.setdefault("kept_by_pointer", {})
     if key not in kept:
         kept[key] = project(own, weight, training)
@@ -107,7 +108,7 @@ MUTANTS: dict[str, list[Any]] = {
         patch.object(gradients.Summed, "micro_batch", lambda own, *, last: contextlib.nullcontext())
     ],
     "kept by data_ptr": [
-        patch.object(LayerState, "project", by_pointer),
+        patch.object(LayerOperands, "project", by_pointer),
         # it would project for all before FSDP moves the rows of some
         patch.object(Sparsifier, "store_operands", lambda own, dtype: None),
     ],
@@ -118,10 +119,10 @@ MUTANTS: dict[str, list[Any]] = {
         patch.object(ShardedRows, "shard_buffers", cut_flat),
     ],
     "B dropped": [patch.object(MasterShard, "fsdp_post_all_gather", without_b)],
-    "no reshard": [patch.object(OperandCache, "is_stale", lambda own, training: False)],
+    "no reshard": [patch.object(LayerOperands, "is_stale", lambda own, training: False)],
     "a shard shifted by one": [
         patch.object(ShardedRows, "own_rows", shifted),
-        patch.object(LayerState, "update", shifted_masks),
+        patch.object(LayerOperands, "update", shifted_masks),
     ],
 }
 """Of two processes with two micro-batches each; the pointers need three."""

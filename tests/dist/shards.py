@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 import sparsepretrain as sp
 from sparsepretrain.optim import StepAdamW
-from sparsepretrain.sparsity.sharding import part_of, plain, whole
+from sparsepretrain.sparsity.fsdp.sharding import part_of, plain, whole
 
 STEPS, SAMPLES, WIDTH = 8, 2, 16
 
@@ -91,7 +91,7 @@ def misaligned(model: Any, sparsifier: sp.Sparsifier, state: dict[str, Any], *re
         block.unshard()
     for name, layer in sparsifier.layers.items():
         whole_layer = alone.layers[name]
-        forward = whole_layer.sparsity.project(whole_layer.weight, training=True).forward
+        forward = whole_layer.operands.project(whole_layer.weight, training=True).forward
         wanted = whole_layer.weight if forward is None else forward
         count += int((layer.weight != wanted).sum())
         count += int((masks[name] != alone.masks()[name]).sum())

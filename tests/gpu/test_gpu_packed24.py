@@ -7,9 +7,9 @@ import torch
 
 from sparsepretrain import kernels
 from sparsepretrain.kernels.cusparselt import packed24 as library
-from sparsepretrain.sparsity.backend import Case, random_matmul
-from sparsepretrain.sparsity.products import DENSE, Estimate
-from sparsepretrain.sparsity.sparse24 import packing
+from sparsepretrain.sparsity.matmuls.choice import Case, random_matmul
+from sparsepretrain.sparsity.matmuls.sparse24 import packing
+from sparsepretrain.sparsity.matmuls.three import DENSE, Estimate
 
 
 @pytest.fixture(autouse=True)

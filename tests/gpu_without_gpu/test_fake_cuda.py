@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsepretrain import kernels
-from sparsepretrain.sparsity.fp8 import fp8_products
-from sparsepretrain.sparsity.geometry import Linear
-from sparsepretrain.sparsity.products import DENSE, MATMUL_OF, Estimate, Matmul
-from sparsepretrain.sparsity.sparse24 import PACKED, cannot_pack, packing
+from sparsepretrain.sparsity.matmuls.fp8 import fp8_products
+from sparsepretrain.sparsity.matmuls.geometry import Linear
+from sparsepretrain.sparsity.matmuls.sparse24 import PACKED, cannot_pack, packing
+from sparsepretrain.sparsity.matmuls.three import DENSE, MATMUL_OF, Estimate, Matmul
 
 SIZES = {"emulate": [(3072, 768), (1376, 512), (20, 36)]}
 """(out_features, in_features): those that fit, an FFN of Llama 60M, and one below a tile."""

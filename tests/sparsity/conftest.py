@@ -3,7 +3,8 @@
 import pytest
 import torch.distributed as dist
 
-from sparsepretrain.sparsity import backend, coverage
+from sparsepretrain.sparsity import coverage
+from sparsepretrain.sparsity.matmuls import choice
 
 
 @pytest.fixture
@@ -21,5 +22,5 @@ def mesh(group):
 @pytest.fixture
 def semi_structured_device(monkeypatch):
     """A device whose sparse matmuls are correct, with the reference in place of its library."""
-    monkeypatch.setattr(backend, "unsupported", lambda device, **_: None)
+    monkeypatch.setattr(choice, "unsupported", lambda device, **_: None)
     monkeypatch.setattr(coverage, "version", lambda: "0.8.1")

@@ -32,8 +32,9 @@ class OperandTable:
 
     def __init__(self, layer, x, gy):
         state, weight = layer.sparsity, layer.weight.detach()
-        method, row = state.method, state.method.phase.row
-        projection = state.project(layer.weight)
+        method = layer.operands.method
+        row = method.phase.row
+        projection = layer.operands.project(layer.weight)
         self.A = weight if projection.forward is None else projection.forward
         self.B = self.A if projection.backward is None else projection.backward
         self.scale = 1.0 if projection.wgrad_scale is None else projection.wgrad_scale

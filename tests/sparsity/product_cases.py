@@ -5,9 +5,9 @@ import dataclasses
 import torch
 from small_models import draw
 
-from sparsepretrain.sparsity import backend
-from sparsepretrain.sparsity.fp8 import FP8, fp8_products
-from sparsepretrain.sparsity.products import Dense, Products
+from sparsepretrain.sparsity.matmuls import choice
+from sparsepretrain.sparsity.matmuls.fp8 import FP8, fp8_products
+from sparsepretrain.sparsity.matmuls.three import Dense, Products
 
 
 class Absolute:
@@ -35,7 +35,7 @@ def magnitudes(layer, dtype, shape, monkeypatch, recipe=None):
         found = fp8_products(recipe, True)
         chosen = Products(*(FP8Magnitude(**dataclasses.asdict(product)) for product in found))
     with monkeypatch.context() as patch:
-        patch.setattr(backend.LayerProducts, "now", lambda *_: chosen)
+        patch.setattr(choice.LayerProducts, "now", lambda *_: chosen)
         return outputs(layer, dtype, shape)
 
 
@@ -66,7 +66,7 @@ class Stopwatch:
 
     def __init__(self, monkeypatch, packing=0.0, **factors):
         self.factors, self.packing, self.calls, self.products = factors, packing, 0, []
-        monkeypatch.setattr(backend, "medians", self.medians)
+        monkeypatch.setattr(choice, "medians", self.medians)
 
     def medians(self, works, device):
         self.calls += 1

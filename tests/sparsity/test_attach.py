@@ -33,7 +33,7 @@ def test_forgotten_attach_warns_once(kind, recwarn):
             optimizer.step(lambda: model(torch.ones(4, 16).double()).sum().backward())
     train(model, optimizer)
     (message,) = said(recwarn)
-    assert "AdamW" in message and "'fc1' (srste)" in message
+    assert "'fc1' (srste)" in message
     assert "sparsifier.attach(optimizer)" in message
     assert recwarn[0].filename == __file__, "points at the loop"
 

@@ -44,7 +44,7 @@ def test_decaying_mask_passes_the_whole_gradient():
     layer.weight.grad = None
     layer(x).backward(gy)
     torch.testing.assert_close(layer.weight.grad, gy.t() @ x.detach())
-    used = layer.sparsity.project(layer.weight).forward
+    used = layer.operands.project(layer.weight).forward
     assert (used != 0).all(), "d is not 0 yet"
     torch.testing.assert_close(x.grad, gy @ used)
 
@@ -97,7 +97,7 @@ def test_double_pruning(n, m, rule):
     for step in range(4):
         train(model, optimizer, step, step + 1)
         assert torch.equal(sparsifier.masks()["fc1"], first), "the mask never changes"
-    used, _, backward, _ = layer.sparsity.project(layer.weight)
+    used, _, backward, _ = layer.operands.project(layer.weight)
     assert torch.equal(used, layer.weight.detach() * first)
     groups = (backward != 0).view(-1, m, 16).sum(1)
     assert (groups <= n).all() and (groups == n).any(), "N:M along out_features"

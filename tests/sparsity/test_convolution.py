@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 import sparsepretrain as sp
 from sparsepretrain import kernels, registry
-from sparsepretrain.sparsity.layer_classes import sparse_class
+from sparsepretrain.sparsity.engine.layer_classes import sparse_class
 
 IDS = ids(CONVOLVED)
 GEOMETRIES = {
@@ -146,7 +146,7 @@ def test_bimask_permutes_output_channels():
     layer = model[0]
     permutation = layer.sparsity.permutation
     assert permutation.shape == (16,) and not torch.equal(permutation, torch.arange(16))
-    backward = layer.sparsity.project(layer.weight).backward
+    backward = layer.operands.project(layer.weight).backward
     assert ((backward[permutation] != 0).view(4, 4, 8, 2, 2).sum(1) <= 2).all()
 
 
@@ -162,7 +162,7 @@ def test_coverage_and_proof(monkeypatch):
     proof = sparsifier.prove()
     assert proof.holds and proof.groups == (16 * 4 * 15 + 64) // 4
     # what the proof would find if the projection were wrong
-    wrong = sparsifier.layers["1"].sparsity.project(model[1].weight)
+    wrong = sparsifier.layers["1"].operands.project(model[1].weight)
     wrong.forward[0, :, 0, 0] = 1.0
-    monkeypatch.setattr(sparsifier.layers["1"].sparsity, "project", lambda weight: wrong)
+    monkeypatch.setattr(sparsifier.layers["1"].operands, "project", lambda weight: wrong)
     assert sparsifier.prove().violations == ("1",)

@@ -15,9 +15,9 @@ from torch import nn
 
 import sparsepretrain as sp
 from sparsepretrain import kernels
-from sparsepretrain.sparsity.fp8 import fp8_products
+from sparsepretrain.sparsity.matmuls.fp8 import fp8_products
+from sparsepretrain.sparsity.matmuls.three import Estimate, Products
 from sparsepretrain.sparsity.methods import sste
-from sparsepretrain.sparsity.products import Estimate, Products
 
 HYBRID = {"precision": "fp8_sim"}
 REFERENCE = {"precision": {"name": "fp8_sim", "recipe": "reference"}}
@@ -133,7 +133,7 @@ def test_evaluation_and_densified_weights_are_not_quantized(method, options):
     trained = model(x)
     expected = model.eval()(x)
     assert not torch.equal(trained, expected)
-    projection = model.fc1.sparsity.project(model.fc1.weight).forward
+    projection = model.fc1.operands.project(model.fc1.weight).forward
     weight = model.fc1.weight.detach() if projection is None else projection
     assert torch.equal(model.fc1(x), nn.functional.linear(x, weight, model.fc1.bias))
     sp.densify(model)

@@ -13,10 +13,10 @@ from torch import nn
 
 import sparsepretrain as sp
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity import backend as backends
-from sparsepretrain.sparsity.fp8 import FP8, fp8_products
-from sparsepretrain.sparsity.products import Products
-from sparsepretrain.sparsity.sparse24 import Sparse24FP8
+from sparsepretrain.sparsity.matmuls import choice
+from sparsepretrain.sparsity.matmuls.fp8 import FP8, fp8_products
+from sparsepretrain.sparsity.matmuls.sparse24 import Sparse24FP8
+from sparsepretrain.sparsity.matmuls.three import Products
 
 METHODS = [name for name in sp.list_methods() if name not in PACKED]
 RECIPES = ("hybrid", "e4m3")
@@ -25,7 +25,7 @@ RECIPES = ("hybrid", "e4m3")
 @pytest.fixture(autouse=True)
 def supported(monkeypatch, semi_structured_device):
     """A device with correct fp8 matmuls, computed on the CPU."""
-    monkeypatch.setattr(backends, "no_fp8_products", lambda device: "")
+    monkeypatch.setattr(choice, "no_fp8_products", lambda device: "")
 
 
 def sparsify(model, method, recipe="hybrid", name="fp8", backend="emulate", options=None):
@@ -62,7 +62,7 @@ KINDS = pytest.mark.parametrize(("kind", "bias"), [("Linear", False), ("Conv1D",
 def test_fp8_matmuls_equal_simulated_ones(method, recipe, kind, bias, monkeypatch):
     model, exact = layer(kind, bias), layer(kind, bias)
     sparsify(model, method, recipe)
-    assert model.fc.sparsity.products.now(torch.bfloat16, True) is fp8_products(recipe, False)
+    assert model.fc.operands.matmuls.now(torch.bfloat16, True) is fp8_products(recipe, False)
     got = outputs(model, torch.bfloat16)
     compare(got, layer(kind, bias), method, recipe, torch.bfloat16, monkeypatch)
     sparsify(exact, method, name=None)
@@ -83,7 +83,7 @@ def test_sparse_fp8_matmuls_equal_simulated_ones(method, recipe, kind, bias, mon
             sparsify(model, method, recipe, backend="semi_structured")
         return
     handle = sparsify(model, method, recipe, backend="semi_structured")
-    assert packed(model.fc.sparsity.products.now(torch.bfloat16, True)) == packs
+    assert packed(model.fc.operands.matmuls.now(torch.bfloat16, True)) == packs
     got = outputs(model, torch.bfloat16)
     compare(got, layer(kind, bias), method, recipe, torch.bfloat16, monkeypatch)
     (covered,) = handle.coverage().layers
@@ -101,7 +101,7 @@ def test_padded_fp8_matmuls_equal_simulated_ones(method, sizes, kind, bias, monk
     for shape in ((2, 32), (15,)):
         model = layer(**options)
         sparsify(model, method, "e4m3", backend="semi_structured")
-        assert packed(model.fc.sparsity.products.now(torch.bfloat16, True)) == PACKED[method]
+        assert packed(model.fc.operands.matmuls.now(torch.bfloat16, True)) == PACKED[method]
         got = outputs(model, torch.bfloat16, shape)
         compare(got, layer(**options), method, "e4m3", torch.bfloat16, monkeypatch, shape)
 
@@ -149,8 +149,8 @@ def test_weights_are_quantized_once_per_step_in_the_same_memory(backend, monkeyp
     optimizer = attached(handle, torch.optim.SGD(model.parameters(), lr=0.1))
     handle.store_operands(torch.bfloat16)
     handle.choose_products({"0.fc": (2, 32, 128), "2.fc": (2, 32, 128)})
-    own = handle.layers["0.fc"].sparsity
-    (_, a, scale_a), (_, b, scale_b), _ = own.cache._kept[True]
+    own = handle.layers["0.fc"].operands
+    (_, a, scale_a), (_, b, scale_b), _ = own._kept[True]
     columns = (80, 160) if backend == "semi_structured" else (128, 256)
     transposed = b if backend == "semi_structured" else b.t()
     assert a.shape == (256, columns[0]) and transposed.shape == (128, columns[1])
@@ -161,7 +161,7 @@ def test_weights_are_quantized_once_per_step_in_the_same_memory(backend, monkeyp
     )
     train_in_bf16(model, optimizer, 0, 2, shape=(2, 32, 128), micro_batches=2)
     assert len(calls) == 2 * 2, "layers × steps, whatever the micro-batches"
-    after = [t for operand in own.cache._kept[True][:2] for t in operand[1:]]
+    after = [t for operand in own._kept[True][:2] for t in operand[1:]]
     before = a, scale_a, b, scale_b
     assert [t.data_ptr() for t in after] == [t.data_ptr() for t in before]
 
@@ -196,7 +196,7 @@ def test_device_without_fp8_tensor_cores_is_refused(monkeypatch):
     model = Layer()
     sparsify(model, "ste")
     reason = "compute capability 8.6 has no fp8 tensor cores (8.9 is the first)"
-    monkeypatch.setattr(backends, "no_fp8_products", lambda device: reason)
+    monkeypatch.setattr(choice, "no_fp8_products", lambda device: reason)
     with pytest.raises(ConfigError, match=r"no matmul can be in fp8: .*8\.6 has no"):
         sp.sparsify(Layer(), "ste", targets="fc", precision="fp8")
     model.to("cpu")  # back, from a GPU
@@ -209,7 +209,7 @@ def test_auto_times_sparse_products_against_dense_ones_in_fp8(monkeypatch):
     clock = Stopwatch(monkeypatch, A=0.5, B=1.5)
     handle = sparsify(model := layer(), "slope", "e4m3", backend="auto")
     outputs(model, torch.bfloat16)
-    assert handle.layers["fc"].sparsity.products.packs == "A"
+    assert handle.layers["fc"].operands.matmuls.packs == "A"
     assert {type(product) for product in clock.products} == {FP8, Sparse24FP8}
     (covered,) = handle.coverage().layers
     assert covered.emulated == {"fprop": "", "dgrad": "slower: 1500 µs, emulated 1000 µs"}
@@ -232,7 +232,7 @@ def test_compiled_block_is_one_graph_and_equals_eager(name, backend, mvue, toler
         compile(model[0])
         train_in_bf16(model, optimizer, 0, 2, shape=(2, 32, 128))
         if name is None:
-            assert handle.layers["0.fc"].sparsity.products.packs == PACKED["tsrste"]
+            assert handle.layers["0.fc"].operands.matmuls.packs == PACKED["tsrste"]
         return list(model.parameters())
 
     eager, compiled, graphs = eager_and_compiled(run)
@@ -247,7 +247,7 @@ def test_held_masks_evaluation_and_copies_work_in_fp8():
     sparsify(twin, "sste", "e4m3", "fp8_sim")
     handle.store_operands(torch.bfloat16)
     copied = copy.deepcopy(model)
-    assert copied.fc.sparsity.products.base is model.fc.sparsity.products.base
+    assert copied.fc.operands.matmuls.base is model.fc.operands.matmuls.base
     before = outputs(model, torch.bfloat16)
     for a, b in zip(outputs(copied, torch.bfloat16), before, strict=True):
         assert torch.equal(a, b)

@@ -92,7 +92,7 @@ def test_asp_equals_golden():
     g = load("asp")
     model, sparsifier = sparse_layer("asp", g["w"], at=0.0)
     assert torch.equal(sparsifier.masks()["0"], g["mask"].bool())
-    layer = model[0].sparsity
+    layer = model[0].operands
     assert torch.equal(layer.project(model[0].weight).forward, g["w_pruned"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sparsifier.attach(optimizer)

@@ -12,11 +12,10 @@ from torch import nn
 
 import sparsepretrain as sp
 from sparsepretrain import kernels
-from sparsepretrain.sparsity import backend as backends
-from sparsepretrain.sparsity import sparse24
-from sparsepretrain.sparsity.fp8 import fp8_products
-from sparsepretrain.sparsity.products import DENSE, Estimate
-from sparsepretrain.sparsity.sparse24 import packing
+from sparsepretrain.sparsity.matmuls import choice, sparse24
+from sparsepretrain.sparsity.matmuls.fp8 import fp8_products
+from sparsepretrain.sparsity.matmuls.sparse24 import packing
+from sparsepretrain.sparsity.matmuls.three import DENSE, Estimate
 
 pytestmark = pytest.mark.usefixtures("semi_structured_device")
 SIZES = [(128, 20), (36, 256), (68, 36), (20, 20), (1376, 68), (64, 2740), (36, 64)]
@@ -55,8 +54,8 @@ def test_padded_matmuls_equal_emulated_ones(method, kind, bias, dtype, sizes, mo
     inputs, outs = sizes
     case = {"kind": kind, "bias": bias, "inputs": inputs, "outputs": outs}
     handle = equal_emulated(method, monkeypatch, dtype, **case)
-    own = handle.layers["fc"].sparsity
-    assert packed(own.products.now(dtype, True)) == PACKED[method]
+    own = handle.layers["fc"].operands
+    assert packed(own.matmuls.now(dtype, True)) == PACKED[method]
     (layer,) = handle.coverage().layers
     assert set(layer.emulated.values()) == {""} and layer.padded
 
@@ -69,8 +68,8 @@ def test_padded_matmuls_equal_emulated_ones(method, kind, bias, dtype, sizes, mo
 def test_padded_matmuls_equal_those_in_fp64(dtype, operand, dim, tokens, sizes):
     fp8 = dtype.itemsize == 1
     base, dtype = (fp8_products("e4m3", False), BRAIN) if fp8 else (DENSE, dtype)
-    case = backends.Case(operand, *sizes, tokens, dtype, dim, bias=True)
-    left, right, matmul, bias = backends.random_matmul(case, torch.device("cpu"))
+    case = choice.Case(operand, *sizes, tokens, dtype, dim, bias=True)
+    left, right, matmul, bias = choice.random_matmul(case, torch.device("cpu"))
     names = {"fprop": ("Xf", "A"), "dgrad": ("P", "B"), "wgrad": ("U", "Xw")}[matmul.name]
     product = getattr(packing(base, operand), matmul.name)
     pair = product.prepare(left, names[0]), product.prepare(right, names[1])
@@ -134,8 +133,8 @@ def test_stored_padded_operands_keep_their_memory_and_are_packed_once_per_step(m
     optimizer = attached(handle, torch.optim.SGD(model.parameters(), lr=0.1))
     handle.store_operands(BRAIN)
     handle.choose_products({"0.fc": (2, 8, 36)})
-    own, calls = handle.layers["0.fc"].sparsity, []
-    addresses = [part.data.data_ptr() for part in own.cache._kept[True][:2]]
+    own, calls = handle.layers["0.fc"].operands, []
+    addresses = [part.data.data_ptr() for part in own._kept[True][:2]]
 
     def compress(x):
         calls.append(tuple(x.shape))
@@ -144,7 +143,7 @@ def test_stored_padded_operands_keep_their_memory_and_are_packed_once_per_step(m
     monkeypatch.setattr(sparse24, "compress_24", compress)
     train_in_bf16(model, optimizer, 0, 2, (2, 8, 36), micro_batches=3)
     assert calls == [(64, 64), (64, 32)] * 2, "A and B of each step"
-    assert [part.data.data_ptr() for part in own.cache._kept[True][:2]] == addresses
+    assert [part.data.data_ptr() for part in own._kept[True][:2]] == addresses
 
 
 @pytest.mark.parametrize("kind", ["Linear", "Conv1D"])
@@ -157,7 +156,7 @@ def test_compiled_padded_matmuls_are_one_graph_and_equal_eager(method, kind):
         handle.store_operands(BRAIN)
         compile(model[0])
         train_in_bf16(model, optimizer, 0, 2, (2, 6, 36))
-        assert packed(handle.layers["0.fc"].sparsity.products.now(BRAIN, True)) == PACKED[method]
+        assert packed(handle.layers["0.fc"].operands.matmuls.now(BRAIN, True)) == PACKED[method]
         return list(model.parameters())
 
     eager, compiled, graphs = eager_and_compiled(run)

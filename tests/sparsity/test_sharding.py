@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import sparsepretrain as sp
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.optim import StepAdamW
-from sparsepretrain.sparsity.sharding import MasterShard, part_of, plain, whole
+from sparsepretrain.sparsity.fsdp.sharding import MasterShard, part_of, plain, whole
 
 
 def pair(method="srste", **options):
@@ -126,7 +126,7 @@ def test_missing_mask_is_an_error(mesh, method):
     """Never a dense layer, nor the mask of before."""
     model, sparsifier, _ = sharded(mesh, method)
     state = model.state_dict()
-    kept = [f"0.sparsity.{name}" for name in sparsifier.layers["0"].sparsity.rows.names]
+    kept = [f"0.sparsity.{name}" for name in sparsifier.layers["0"].operands.rows.names]
     assert kept and (len(kept) > 1 or method == "bimask")
     for name in kept:
         rest = {key: value for key, value in state.items() if key != name}

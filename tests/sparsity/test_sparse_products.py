@@ -15,9 +15,9 @@ from torch import nn
 import sparsepretrain as sp
 from sparsepretrain import kernels, registry
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity import Projection, sparse24
-from sparsepretrain.sparsity import backend as backends
-from sparsepretrain.sparsity.products import DENSE
+from sparsepretrain.sparsity import Projection
+from sparsepretrain.sparsity.matmuls import choice, sparse24
+from sparsepretrain.sparsity.matmuls.three import DENSE
 
 NAMES = sorted(PACKED)
 pytestmark = pytest.mark.usefixtures("semi_structured_device")
@@ -48,8 +48,8 @@ def same_products(method, options, dtype, monkeypatch, shape=(2, 32), **kind):
 @pytest.mark.parametrize("method", NAMES)
 def test_sparse_matmuls_equal_emulated_ones(method, kind, bias, dtype, monkeypatch):
     handle = same_products(method, {}, dtype, monkeypatch, kind=kind, bias=bias)
-    own = handle.layers["fc"].sparsity
-    assert packed(own.products.now(dtype, True)) == PACKED[method]
+    own = handle.layers["fc"].operands
+    assert packed(own.matmuls.now(dtype, True)) == PACKED[method]
     (layer,) = handle.coverage().layers
     assert set(layer.emulated.values()) == {""}
 
@@ -94,8 +94,8 @@ def test_weights_are_packed_once_per_step(
     optimizer = attached(handle, torch.optim.SGD(model.parameters(), lr=0.1))
     handle.store_operands(torch.bfloat16)
     handle.choose_products({"0.fc": (2, 8, 128), "2.fc": (2, 8, 128)})
-    own = handle.layers["0.fc"].sparsity
-    addresses = [part.data.data_ptr() for part in own.cache._kept[True][:2]]
+    own = handle.layers["0.fc"].operands
+    addresses = [part.data.data_ptr() for part in own._kept[True][:2]]
     calls = []
     monkeypatch.setattr(
         sparse24, "compress_24", lambda x: calls.append(x) or kernels.compress_24(x)
@@ -104,7 +104,7 @@ def test_weights_are_packed_once_per_step(
         calls.clear()
         train_in_bf16(model, optimizer, step, step + 1, micro_batches=micro_batches)
         assert len(calls) == 2 * (weights + gradients * micro_batches), "layers × operands"
-    assert [part.data.data_ptr() for part in own.cache._kept[True][:2]] == addresses
+    assert [part.data.data_ptr() for part in own._kept[True][:2]] == addresses
 
 
 def test_evaluation_masks_and_copies_are_those_of_emulation():
@@ -135,12 +135,12 @@ def test_held_masks_need_stored_operands():
 def test_operands_are_packed_in_sparse_phases_only():
     model = Layer()
     handle = sparsify(model, "tsrste", {"window": {"start": 0.25}, "dense_tail": 0.25})
-    own, kinds = model.fc.sparsity, []
+    own, kinds = model.fc.operands, []
     for step in (9, 10, 29, 30):
         handle._state.set_step(step)
-        kinds.append(packed(own.products.now(torch.bfloat16, True)))
+        kinds.append(packed(own.matmuls.now(torch.bfloat16, True)))
     assert kinds == ["", "ABU", "ABU", ""]
-    assert own.products.now(torch.bfloat16, False) is DENSE
+    assert own.matmuls.now(torch.bfloat16, False) is DENSE
 
 
 def test_coverage_names_emulated_matmuls_and_reasons():
@@ -176,7 +176,7 @@ def test_backend_without_a_supported_matmul_is_refused(method, options, why):
 
 def test_unsupported_machine_is_refused_or_emulated(monkeypatch):
     reason = "this machine has no CUDA device"
-    monkeypatch.setattr(backends, "unsupported", lambda device, **_: reason)
+    monkeypatch.setattr(choice, "unsupported", lambda device, **_: reason)
     with pytest.raises(ConfigError, match=f"semi_structured: no matmul can be sparse: {reason}"):
         sparsify(Layer(), "sste")
     model, twin = Layer(), Layer()
@@ -190,9 +190,9 @@ def test_unsupported_machine_is_refused_or_emulated(monkeypatch):
 def test_moved_model_checks_the_new_device(monkeypatch):
     model = Layer()
     handle = sparsify(model, "sste")
-    monkeypatch.setattr(backends, "unsupported", lambda device, **_: f"not on {device.type}")
+    monkeypatch.setattr(choice, "unsupported", lambda device, **_: f"not on {device.type}")
     model.to("cpu")  # back, from a GPU
-    assert handle.layers["fc"].sparsity.products.packs == ""
+    assert handle.layers["fc"].operands.matmuls.packs == ""
     with pytest.raises(ConfigError, match="semi_structured: not on cpu"):
         outputs(model, torch.bfloat16)
 
@@ -230,7 +230,7 @@ def test_auto_uses_the_faster_matmul(monkeypatch):
         with torch.autocast("cpu", torch.bfloat16):
             model(x).float().square().mean().backward()
     assert clock.calls == 3, "layers of one size are tried once"
-    assert [layer.sparsity.products.packs for layer in handle.layers.values()] == ["AU", "AU"]
+    assert [layer.operands.matmuls.packs for layer in handle.layers.values()] == ["AU", "AU"]
     coverage = handle.coverage()
     assert coverage.chosen == "backend auto: 4 of 6 matmuls are sparse, cuSPARSELt 0.8.1"
     assert handle.backend["chosen"] == coverage.chosen
@@ -249,7 +249,7 @@ def test_auto_counts_the_packing_of_weights_once_per_step(micro_batches, packs, 
     handle = sparsify(model, "tsrste", backend="auto")
     handle.store_operands(torch.bfloat16)
     handle.choose_products({"fc": (2, 8, 128)}, micro_batches)
-    assert model.fc.sparsity.products.packs == packs
+    assert model.fc.operands.matmuls.packs == packs
 
 
 @pytest.mark.parametrize("method", ["tsrste", "sdgp"])

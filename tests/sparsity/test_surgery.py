@@ -16,8 +16,8 @@ from torch.nn.utils import parametrizations
 
 import sparsepretrain as sp
 from sparsepretrain.errors import CheckpointError, ConfigError
-from sparsepretrain.sparsity.layer_classes import sparse_class
-from sparsepretrain.sparsity.layers import SparseLayer
+from sparsepretrain.sparsity.engine.layer_classes import sparse_class
+from sparsepretrain.sparsity.engine.layers import SparseLayer
 
 
 class Shared(nn.Module):
@@ -396,9 +396,9 @@ def test_cached_operands_are_not_pickled():
     before = len(pickle.dumps(model))
     sparsifier.store_operands()
     model(draw(4, 16, dtype=torch.float32))
-    assert model.fc1.sparsity.cache._kept
+    assert model.fc1.operands._kept
     assert abs(len(pickle.dumps(model)) - before) < 64
-    assert copy.deepcopy(model).fc1.sparsity.cache._kept == {}
+    assert copy.deepcopy(model).fc1.operands._kept == {}
 
 
 def test_a_matching_weight_that_cannot_be_sparse_is_an_error():

@@ -9,16 +9,16 @@ from tiny_runs import metrics
 from sparsepretrain import cli, kernels
 from sparsepretrain.config import freeze
 from sparsepretrain.kernels.cusparselt import packed24 as library
-from sparsepretrain.sparsity import backend as backends
-from sparsepretrain.sparsity import coverage, sparse24
-from sparsepretrain.sparsity.products import DENSE
+from sparsepretrain.sparsity import coverage
+from sparsepretrain.sparsity.matmuls import choice, sparse24
+from sparsepretrain.sparsity.matmuls.three import DENSE
 from sparsepretrain.training import loop, trainer
 
 
 @pytest.fixture
 def supported(monkeypatch):
     """As on a device whose products are right, with the reference in place of its library."""
-    monkeypatch.setattr(backends, "unsupported", lambda device, **_: None)
+    monkeypatch.setattr(choice, "unsupported", lambda device, **_: None)
     monkeypatch.setattr(coverage, "version", lambda: "0.8.1")
 
 
@@ -109,7 +109,7 @@ def test_fp8_trains_like_simulated_fp8(backend, tiny, supported, monkeypatch, ca
     given = ("sparsity=tsrste", *recipe, "model.n_embd=128")
     simulated = losses(tiny.train("precision=fp8_sim", *given))
     with monkeypatch.context() as patch:
-        patch.setattr(backends, "no_fp8_products", lambda device: "")
+        patch.setattr(choice, "no_fp8_products", lambda device: "")
         outcome = tiny.train("precision=fp8", *given, f"backend={backend}")
         assert cli.main(["train", *tiny.overrides("precision=fp8", *given), "--dry-run"]) == 0
     shown = capsys.readouterr().out
@@ -129,7 +129,7 @@ def test_choices_of_auto_are_recorded(tiny, supported, monkeypatch):
     def medians(works, device):
         return {name: seconds(run) for name, run in works.items()}
 
-    monkeypatch.setattr(backends, "medians", medians)
+    monkeypatch.setattr(choice, "medians", medians)
     given = ("precision=bf16", "backend=auto", "steps=2", "compile=false", "model.n_embd=64")
     outcome = tiny.train(*given)
     assert "backend auto: 2 of 4 matmuls are sparse, cuSPARSELt 0.8.1" in outcome.output
@@ -146,5 +146,5 @@ def test_emulate_is_a_silent_default(tiny):
     outcome = tiny.train("steps=2")
     assert "backend" not in outcome.output and "backend" not in environment(outcome)
     session = tiny.build("steps=2")
-    own = next(iter(session.sparsifier.layers.values())).sparsity
-    assert own.products.now(torch.float32, True) is DENSE and own.products.reasons == {}
+    matmuls = next(iter(session.sparsifier.layers.values())).operands.matmuls
+    assert matmuls.now(torch.float32, True) is DENSE and matmuls.reasons == {}

@@ -55,7 +55,7 @@ def test_averages_add_columns_and_a_failing_evaluation_puts_the_weights_back(tin
     with t.ema.applied(t.sparsifier):
         inside = weights(t)
         projected = next(iter(t.sparsifier.layers.values()))
-        seen = projected.sparsity.project(projected.weight).forward
+        seen = projected.operands.project(projected.weight).forward
         assert (seen == 0).float().mean() == pytest.approx(0.5, abs=0.01)
         ema, t.ema = t.ema, None
         averaged = validation.evaluate(t, "validation", 1, final=False)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 from sparsepretrain import kernels
+from sparsepretrain.errors import Problems
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import Method, MethodOptions, Operand, Row
-from sparsepretrain.sparsity.finetuning import FineTuning
-from sparsepretrain.sparsity.method import Problems, Tensor
+from sparsepretrain.sparsity.method import FineTuning
 from sparsepretrain.sparsity.operand_table import X
 
 

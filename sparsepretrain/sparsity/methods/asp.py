@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from torch import Tensor
+
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import Method, MethodOptions, Operand, Phase, Projection, Row
-from sparsepretrain.sparsity.finetuning import FineTuning
-from sparsepretrain.sparsity.method import Layer, Tensor
+from sparsepretrain.sparsity.layer_state import LayerState
+from sparsepretrain.sparsity.method import FineTuning
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,15 +27,15 @@ class StoredMask(Method):
 
     reads_packed_masks = True
 
-    def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
+    def initial_state(self, weight: Tensor, state: LayerState) -> dict[str, Tensor]:
         return {"mask": kernels.pack_rows(weight.new_zeros(weight.shape).bool())}
 
-    def keep(self, mask: Tensor, layer: Layer) -> None:
+    def keep(self, mask: Tensor, state: LayerState) -> None:
         """Keep ``mask``, bool, from now on."""
-        layer.mask.copy_(kernels.pack_rows(mask))
+        state.mask.copy_(kernels.pack_rows(mask))
 
-    def project(self, weight: Tensor, layer: Layer) -> Projection:
-        return Projection(kernels.apply_mask(weight, layer.mask, out=layer.out), layer.mask)
+    def project(self, weight: Tensor, state: LayerState) -> Projection:
+        return Projection(kernels.apply_mask(weight, state.mask, out=state.out), state.mask)
 
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
         kernels.apply_mask(grad, mask, out=grad)
@@ -67,6 +69,6 @@ class ASP(StoredMask):
             return Phase(False, False, f"until step {self._at} (at)")
         return phase
 
-    def update_(self, weight: Tensor, layer: Layer) -> None:
+    def update_(self, weight: Tensor, state: LayerState) -> None:
         if self.schedule.step == self._at:
-            self.keep(self.mask(weight, layer.dim), layer)
+            self.keep(self.mask(weight, state.dim), state)

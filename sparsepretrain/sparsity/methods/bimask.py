@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
+from torch import Tensor
 
 from sparsepretrain import kernels
+from sparsepretrain.errors import Problems
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import MethodOptions, Operand, Projection, Row
-from sparsepretrain.sparsity.method import Layer, Problems, Tensor
+from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.methods.srste import MaskedDecay
 from sparsepretrain.sparsity.operand_table import DGRAD
 
@@ -52,24 +54,24 @@ class BiMask(MaskedDecay):
     def multiples(self) -> tuple[int, int]:
         return 4, 4
 
-    def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
+    def initial_state(self, weight: Tensor, state: LayerState) -> dict[str, Tensor]:
         """Return the identity; the first search follows at once."""
-        return {"permutation": torch.arange(weight.shape[1 - layer.dim], device=weight.device)}
+        return {"permutation": torch.arange(weight.shape[1 - state.dim], device=weight.device)}
 
-    def update_(self, weight: Tensor, layer: Layer) -> None:
+    def update_(self, weight: Tensor, state: LayerState) -> None:
         """Every ``every`` steps keep the permutation whose backward mask has the most ones."""
         if (self.schedule.step - self.schedule.start) % self.options.every or weight.is_meta:
             return  # shapes alone (dry runs) hold nothing to find, and take minutes
-        rows = weight if layer.dim == 1 else weight.t().contiguous()
+        rows = weight if state.dim == 1 else weight.t().contiguous()
         count, size = self.options.candidates, rows.shape[0]
-        draws = kernels.uniform_noise(layer.key(DGRAD), count, size, 1, weight.device)[0]
-        current = layer.permutation
+        draws = kernels.uniform_noise(state.key(DGRAD), count, size, 1, weight.device)[0]
+        current = state.permutation
         candidates = torch.cat([current[None], draws.argsort(dim=1, stable=True)])
         best = kernels.bimask_ones(rows, candidates).argmax()  # the first of equals
         current.copy_(candidates[best])
 
-    def project(self, weight: Tensor, layer: Layer) -> Projection:
-        rows = weight if layer.dim == 1 else weight.t()
-        parts = kernels.bimask_prune(rows, layer.permutation)
-        forward, mask, backward = parts if layer.dim == 1 else (part.t() for part in parts)
+    def project(self, weight: Tensor, state: LayerState) -> Projection:
+        rows = weight if state.dim == 1 else weight.t()
+        parts = kernels.bimask_prune(rows, state.permutation)
+        forward, mask, backward = parts if state.dim == 1 else (part.t() for part in parts)
         return Projection(forward, mask, backward)

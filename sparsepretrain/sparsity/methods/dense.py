@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from torch import Tensor
+
+from sparsepretrain.errors import Problems
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import Method, MethodOptions, Phase
-from sparsepretrain.sparsity.method import Problems, Tensor
 from sparsepretrain.sparsity.methods.tsrste import transposable
 
 

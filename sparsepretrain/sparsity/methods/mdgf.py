@@ -6,10 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from torch import Tensor
+
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import MethodOptions, Operand, Phase, Projection, Row
-from sparsepretrain.sparsity.finetuning import FineTuning
-from sparsepretrain.sparsity.method import Layer, Tensor
+from sparsepretrain.sparsity.layer_state import LayerState
+from sparsepretrain.sparsity.method import FineTuning
 from sparsepretrain.sparsity.methods.ste import STE
 
 
@@ -70,8 +72,8 @@ class MDGF(STE):
     def metrics(self) -> dict[str, float]:
         return {"mask_decay": self.factor(self.schedule.step)}
 
-    def project(self, weight: Tensor, layer: Layer) -> Projection:
+    def project(self, weight: Tensor, state: LayerState) -> Projection:
         if not self.phase.stage:
-            return super().project(weight, layer)
-        mask = self.mask(weight, layer.dim)
-        return Projection(weight.where(mask, weight * self.factor(layer.step)), mask)
+            return super().project(weight, state)
+        mask = self.mask(weight, state.dim)
+        return Projection(weight.where(mask, weight * self.factor(state.step)), mask)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import MethodOptions, Operand, Phase, Row
-from sparsepretrain.sparsity.finetuning import FineTuning
+from sparsepretrain.sparsity.method import FineTuning
 from sparsepretrain.sparsity.methods.ste import STE
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from torch import Tensor
+
 from sparsepretrain import kernels
+from sparsepretrain.errors import Problems
+from sparsepretrain.kernels import AnyKey
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import Method, MethodOptions, Row
-from sparsepretrain.sparsity.finetuning import FineTuning
-from sparsepretrain.sparsity.method import AnyKey, Problems, Tensor
+from sparsepretrain.sparsity.method import FineTuning
 
 
 @dataclass(slots=True, kw_only=True)

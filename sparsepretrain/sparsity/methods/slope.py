@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import linear
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import MethodOptions, Operand, Phase, Projection, Row
-from sparsepretrain.sparsity.finetuning import FineTuning
-from sparsepretrain.sparsity.method import Layer, Tensor
+from sparsepretrain.sparsity.layer_state import LayerState
+from sparsepretrain.sparsity.method import FineTuning
 from sparsepretrain.sparsity.methods.asp import StoredMask
 from sparsepretrain.sparsity.operand_table import FPROP, WGRAD
 
@@ -76,36 +77,36 @@ class SLoPe(StoredMask):
         phase, rank = super().phase_of(step), self.options.adapters.rank
         return phase._replace(stage=int(rank > 0 and phase.training and step >= self._first))
 
-    def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
-        state = super().initial_state(weight, layer)
+    def initial_state(self, weight: Tensor, state: LayerState) -> dict[str, Tensor]:
+        tensors = super().initial_state(weight, state)
         if not self.options.adapters.rank:
-            return state
-        rank, inputs = self.options.adapters.rank, weight.shape[layer.dim]
+            return tensors
+        rank, inputs = self.options.adapters.rank, weight.shape[state.dim]
         right = weight.new_zeros(rank, inputs)
         if not weight.is_meta:
-            right = kernels.uniform_like(right, layer.key(WGRAD), 1).to(right).mul_(2).sub_(1)
-        left = weight.new_zeros(weight.shape[1 - layer.dim], rank)
-        return state | {"left": Parameter(left), "right": Parameter(right / inputs**0.5)}
+            right = kernels.uniform_like(right, state.key(WGRAD), 1).to(right).mul_(2).sub_(1)
+        left = weight.new_zeros(weight.shape[1 - state.dim], rank)
+        return tensors | {"left": Parameter(left), "right": Parameter(right / inputs**0.5)}
 
-    def update_(self, weight: Tensor, layer: Layer) -> None:
+    def update_(self, weight: Tensor, state: LayerState) -> None:
         """Choose the mask at the first sparse step, and never again."""
         if self.schedule.step != self.schedule.start:
             return
         scores = weight
         if self.options.mask == "random":
-            scores = kernels.uniform_like(weight, layer.key(FPROP), layer.dim)
-        self.keep(self.mask(scores, layer.dim), layer)
+            scores = kernels.uniform_like(weight, state.key(FPROP), state.dim)
+        self.keep(self.mask(scores, state.dim), state)
 
-    def project(self, weight: Tensor, layer: Layer) -> Projection:
-        forward = kernels.apply_mask(weight, layer.mask)
-        second = kernels.nm_mask(forward, *self.pattern, dim=1 - layer.dim)
-        return Projection(forward, layer.mask, kernels.apply_mask(forward, second))
+    def project(self, weight: Tensor, state: LayerState) -> Projection:
+        forward = kernels.apply_mask(weight, state.mask)
+        second = kernels.nm_mask(forward, *self.pattern, dim=1 - state.dim)
+        return Projection(forward, state.mask, kernels.apply_mask(forward, second))
 
-    def low_rank(self, layer: Layer) -> tuple[Tensor, Tensor] | None:
+    def low_rank(self, state: LayerState) -> tuple[Tensor, Tensor] | None:
         """Return L (out_features, rank) and R (rank, in_features); None: no adapters yet."""
-        return (layer.left, layer.right) if self.phase.stage else None
+        return (state.left, state.right) if self.phase.stage else None
 
-    def residual(self, x: Tensor, layer: Layer) -> Tensor | None:
-        if (factors := self.low_rank(layer)) is None:
+    def residual(self, x: Tensor, state: LayerState) -> Tensor | None:
+        if (factors := self.low_rank(state)) is None:
             return None
         return linear(linear(x, factors[1]), factors[0])

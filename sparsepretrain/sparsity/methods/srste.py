@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from torch import Tensor
+
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import Method, MethodOptions, Operand, Row
-from sparsepretrain.sparsity.method import Tensor
 from sparsepretrain.sparsity.methods.ste import STE
 
 

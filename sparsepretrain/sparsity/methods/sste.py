@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from torch import Tensor
+
 from sparsepretrain import kernels
+from sparsepretrain.errors import Problems
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import Method, MethodOptions, Projection, Row
-from sparsepretrain.sparsity.finetuning import FineTuning
-from sparsepretrain.sparsity.method import Layer, Problems, Tensor
+from sparsepretrain.sparsity.layer_state import LayerState
+from sparsepretrain.sparsity.method import FineTuning
 from sparsepretrain.sparsity.operand_table import DGRAD, MVUE
 
 
@@ -65,33 +68,33 @@ class SSTE(Method):
         """Sampling the weight for dgrad needs groups of four along out_features as well."""
         return 4 if self.options.mvue == "weight" else 1, self.options.m
 
-    def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
+    def initial_state(self, weight: Tensor, state: LayerState) -> dict[str, Tensor]:
         """β of the initial weight (S-STE section 4.2)."""
-        return {"beta": self._scale(weight, self._soft(weight, layer.dim))}
+        return {"beta": self._scale(weight, self._soft(weight, state.dim))}
 
-    def update_(self, weight: Tensor, layer: Layer) -> None:
+    def update_(self, weight: Tensor, state: LayerState) -> None:
         """Recompute β if asked to; it then grows layer by layer (S-STE Figure 4)."""
         if self.options.beta_update == "step":
             weight = weight if weight.itemsize > 4 else weight.float()  # the master may be bf16
-            layer.beta.copy_(self._scale(weight, self._soft(weight, layer.dim)))
+            state.beta.copy_(self._scale(weight, self._soft(weight, state.dim)))
 
     def mask(self, weight: Tensor, dim: int) -> Tensor:
         """Return the non-zeros of S(W): at most n of m."""
         return self._soft(weight, dim) != 0
 
-    def project(self, weight: Tensor, layer: Layer) -> Projection:
+    def project(self, weight: Tensor, state: LayerState) -> Projection:
         """Return A = β·S(W), and B = A or its unbiased 2:4 estimate along out_features."""
-        beta, two = layer.beta, self.options.mvue == "weight"
+        beta, two = state.beta, self.options.mvue == "weight"
         forward, mask = kernels.soft_prune(
-            weight, *self.pattern, gamma=self.options.gamma, dim=layer.dim, scale=beta,
-            out=None if two else layer.out,
+            weight, *self.pattern, gamma=self.options.gamma, dim=state.dim, scale=beta,
+            out=None if two else state.out,
         )  # fmt: skip
         backward = None
         if two:
-            estimator, key = self.options.estimator, layer.key(DGRAD)
-            backward = kernels.mvue(forward, dim=1 - layer.dim, estimator=estimator, key=key)
+            estimator, key = self.options.estimator, state.key(DGRAD)
+            backward = kernels.mvue(forward, dim=1 - state.dim, estimator=estimator, key=key)
             backward.add_(0.0)  # no -0.0: what is packed has at most two of four non-zero bits
-        wgrad_scale = layer.beta if self.options.ste_scale == "beta" else None
+        wgrad_scale = state.beta if self.options.ste_scale == "beta" else None
         return Projection(forward, mask, backward, wgrad_scale)
 
     def _soft(self, weight: Tensor, dim: int) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import Method, Projection, Row
-from sparsepretrain.sparsity.method import Layer, Tensor
+from sparsepretrain.sparsity.layer_state import LayerState
 
 
 @register("method", "ste")
@@ -19,6 +21,6 @@ class STE(Method):
     def sparse_row(self) -> Row:
         return Row(A=self.nm("M∘W"))
 
-    def project(self, weight: Tensor, layer: Layer) -> Projection:
+    def project(self, weight: Tensor, state: LayerState) -> Projection:
         """Return A = M∘W; a dropped weight is +0.0."""
-        return Projection(*kernels.nm_prune(weight, *self.pattern, dim=layer.dim, out=layer.out))
+        return Projection(*kernels.nm_prune(weight, *self.pattern, dim=state.dim, out=state.out))

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from sparsepretrain.errors import ConfigError
+from torch.optim import Optimizer
+
+from sparsepretrain.errors import ConfigError, Problems
 from sparsepretrain.optim import StepAdamW
 from sparsepretrain.optim.adamw import AdamWOptions
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import Method, MethodOptions, Phase, Row
-from sparsepretrain.sparsity.finetuning import FineTuning
-from sparsepretrain.sparsity.method import Optimizer, Problems
+from sparsepretrain.sparsity.method import FineTuning
 from sparsepretrain.sparsity.methods.srste import MaskedDecay
 from sparsepretrain.sparsity.methods.ste import STE
 

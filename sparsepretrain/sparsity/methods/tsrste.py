@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from torch import Tensor
+
 from sparsepretrain import kernels
+from sparsepretrain.errors import Problems
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import Row
-from sparsepretrain.sparsity.finetuning import FineTuning
-from sparsepretrain.sparsity.method import Layer, Problems, Tensor
+from sparsepretrain.sparsity.layer_state import LayerState
+from sparsepretrain.sparsity.method import FineTuning
 from sparsepretrain.sparsity.methods.asp import StoredMask
 from sparsepretrain.sparsity.methods.srste import MaskedDecay, RampedDecayOptions
 from sparsepretrain.sparsity.operand_table import MVUE
@@ -76,7 +79,7 @@ class TSRSTE(MaskedDecay, StoredMask):
     def mask(self, weight: Tensor, dim: int) -> Tensor:
         return transposable(weight)
 
-    def update_(self, weight: Tensor, layer: Layer) -> None:
+    def update_(self, weight: Tensor, state: LayerState) -> None:
         """Search again at the first sparse step and every ``refresh`` steps after it."""
         if self.schedule.compares_after(self.schedule.step):
-            self.keep(self.mask(weight, layer.dim), layer)
+            self.keep(self.mask(weight, state.dim), state)

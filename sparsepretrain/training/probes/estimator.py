@@ -10,8 +10,8 @@ from torch import Tensor
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity.clock import Moment
-from sparsepretrain.sparsity.layers import SparseLayer, SparseProducts
+from sparsepretrain.sparsity.clock import ClockReading
+from sparsepretrain.sparsity.engine.layers import SparseLayer, SparseMatmul
 from sparsepretrain.sparsity.operand_table import G, X
 from sparsepretrain.training.observer import Probe, ProbeOptions
 from sparsepretrain.training.session import Session
@@ -99,7 +99,7 @@ class Estimator(Probe["Session"]):
 
 
 def gradients(
-    layer: SparseLayer, x: Tensor, grad: Tensor, clock: Moment, *, exact: bool = False
+    layer: SparseLayer, x: Tensor, grad: Tensor, reading: ClockReading, *, exact: bool = False
 ) -> tuple[Tensor, Tensor] | None:
     """Return dX and dW of training, or None if the method uses X and G unchanged.
 
@@ -107,22 +107,23 @@ def gradients(
         layer: sparse layer in training mode.
         x: input of the layer.
         grad: gradient of its output, of the same dtype.
-        clock: (completed steps, micro-batch), which key the draws.
+        reading: (completed steps, micro-batch), which key the draws.
         exact: use X and G instead of Xf(X), Xw(X), P(G) and U(G).
     """
-    state = layer.sparsity
-    operands = state.cache.operands(layer.weight, x.dtype, True)
-    row = state.method.phase.row
+    _, operands = layer.operands.get(layer.weight, x.dtype, True)
+    row = layer.operands.method.phase.row
     if operands is None or (row.Xw, row.P, row.U) == (X, G, G):
         return None
     inputs, geometry = layer.geometry(x)
-    products = state.products.now(x.dtype, True)
+    products = layer.operands.matmuls.now(x.dtype, True)
     source = inputs.detach().requires_grad_()
     # Its values are not read; its dtype is that of the gradient, which is not rounded again.
     target = torch.empty_like(layer.weight, dtype=x.dtype).requires_grad_()
-    drawing = None if exact else state
+    drawing = None if exact else layer.operands
     with torch.enable_grad():
-        y = SparseProducts.apply(source, target, None, operands, drawing, geometry, products, clock)
+        y = SparseMatmul.apply(
+            source, target, None, operands, drawing, geometry, products, reading, None
+        )
     dx, dw = torch.autograd.grad(y, (source, target), grad)
     return dx, dw
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity.layers import SparseLayer
+from sparsepretrain.sparsity.engine.layers import SparseLayer
 from sparsepretrain.training.observer import Probe, ProbeOptions
 from sparsepretrain.training.session import Session
 from sparsepretrain.training.step import Step

@@ -24,7 +24,7 @@ class Scale(Probe["Session"]):
             return
         line = {}
         for name, layer in session.sparsifier.layers.items():
-            forward = layer.sparsity.project(layer.weight).forward
+            forward = layer.operands.project(layer.weight).forward
             if forward is None or not hasattr(layer.sparsity, "beta"):
                 continue
             beta = float(layer.sparsity.beta)

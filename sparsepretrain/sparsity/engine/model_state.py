@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import zlib
+import itertools
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity.backend import Backend, FP8Precision
 from sparsepretrain.sparsity.clock import Clock, MicroBatches, fill
-from sparsepretrain.sparsity.method import Method, enter
+from sparsepretrain.sparsity.engine.attachments import Attachment
+from sparsepretrain.sparsity.engine.operands import LayerOperands
+from sparsepretrain.sparsity.matmuls.choice import Backend, FP8Precision
+from sparsepretrain.sparsity.method import Method, title
+
+METHOD_BYTES = 64
+"""Size of the buffer that holds the title of the method: constant, so that any title loads."""
 
 
 class ModelState:
@@ -33,37 +39,40 @@ class ModelState:
         device: torch.device,
     ) -> None:
         self.root = root
-        # a root may be made sparse twice, for other layers: each call has counters of its own
-        names = ["sparsity_counters", *(f"sparsity_counters_{k}" for k in range(2, 1000))]
-        self.buffer = next(name for name in names if not hasattr(root, name))
-        self.example: Any = None  # a sparse layer, with a trained weight if there is one
-        self.method, self.precision, self.backend, self.seed = method, precision, backend, seed
-        self.clock = Clock(device)
-        self.micro_batches = MicroBatches(self.clock, self._has_gradient, self.sync)
+        self.method = method
+        self.precision = precision
+        self.backend = backend
+        self.operands: list[LayerOperands] = []
+        """Operands of all layers, which follow the phase."""
+        self.watched: tuple[str, nn.Module] | None = None
+        """Name and layer of a trained weight, whose updates without the hooks are noticed."""
+        self.clock = Clock(seed, device)
+        self.micro_batches = MicroBatches(self.clock, self._check_hooks)
+        self.attachment = Attachment()
         self.compared_at = 0  # completed steps at the last comparison of masks
         self.flips: Tensor | None = None
         """Flips of the last comparison, (layers,); None: none since a load."""
         self.flip_interval = 1  # steps between the two masks of the last comparison
         self.left_meta = False  # the buffer left the meta device and has no values yet
         self.baseline_due = False  # weights were replaced: compare masks before the next step
-        size = 2 + len(method.scalars) + 1  # step, compared_at, scalars, checksum
+        # a root may be made sparse twice, for other layers: each call has buffers of its own
+        ends = itertools.chain([""], (f"_{k}" for k in itertools.count(2)))
+        end = next(end for end in ends if not hasattr(root, f"sparsity_counters{end}"))
+        self.buffer, self.method_buffer = f"sparsity_counters{end}", f"sparsity_method{end}"
+        size = 2 + len(method.scalars) + 1  # step, compared_at, scalars, step²
         root.register_buffer(self.buffer, torch.zeros(size, dtype=torch.int64, device=device))
+        root.register_buffer(self.method_buffer, _encoded(title(method)).to(device))
         self._hooks = [
             root.register_forward_pre_hook(self.before_forward),
             root.register_load_state_dict_pre_hook(self.before_load),
         ]
         self._seen: tuple[Tensor, int] | None = None  # buffer, its version: equal to the integers
-        enter(method, 0)
+        method.set_step(0)
         self.write()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of copies, which are not attached."""
-        return self.__dict__ | {"_seen": None}
-
-    def _has_gradient(self) -> bool:
-        weight = self.example.weight
-        # torch warns when .grad of a computed weight (functional_call, parametrizations) is read
-        return bool(weight.is_leaf and weight.grad is not None)
+        return self.__dict__ | {"_seen": None, "attachment": Attachment()}
 
     @property
     def step(self) -> int:
@@ -75,6 +84,19 @@ class ModelState:
         """Precision and backend in a word or two; "" if products are dense and follow autocast."""
         words = [str(self.precision).partition(":")[0]] if self.precision else []
         return " ".join([*words, self.backend.name] if self.backend else words)
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if FSDP shards the layers; all of them, or none."""
+        return self.operands[0].rows.is_sharded
+
+    def _enter(self, step: int) -> None:
+        """Enter the phase after ``step`` completed steps."""
+        before = self.method.phase
+        self.method.set_step(step)
+        if self.method.phase != before:
+            for operands in self.operands:
+                operands.choose_ways()
 
     def sync(self) -> None:
         """Update the integers if a loaded state dict or a copy has written the buffer."""
@@ -88,54 +110,85 @@ class ModelState:
         if self._seen is not None and self._seen[0] is buffer and self._seen[1] == version:
             return
         if not buffer.is_meta:
-            *values, checksum = buffer.tolist()
-            left_meta, self.left_meta = self.left_meta, False
-            if left_meta and (checksum != _checksum(values) or not any(values)):
+            step, compared_at, *scalars, square = buffer.tolist()
+            left_meta = self.left_meta
+            self._name_method()
+            if left_meta and (square != _square(step) or not any((step, compared_at, *scalars))):
                 self.write()  # nothing was loaded since
                 return
-            if checksum != _checksum(values):
+            # The square of a mean is not the mean of squares.
+            if square != _square(step):
                 raise ConfigError(
                     "the counters and masks of this sparse model were averaged: they must be "
                     "copied, as AveragedModel(use_buffers=False) and timm's ModelEmaV3 do"
                 )
-            step, compared_at, *scalars = values
             if (step, compared_at) != (self.step, self.compared_at):
                 self.flips = None
             self.compared_at = compared_at
             self.baseline_due &= step == 0  # a checkpoint brings its own baseline
             self.method.scalars = dict(zip(self.method.scalars, scalars, strict=True))
-            enter(self.method, step)
+            self._enter(step)
             self.clock.set(step, buffer.device)
         self._seen = (buffer, version)
 
     def write(self) -> None:
         """Write the integers to buffer, phase and clock, without synchronizing with the device."""
-        enter(self.method, self.step)
+        self._enter(self.step)
+        self._name_method()
         buffer = self.root.get_buffer(self.buffer)
         fill(buffer, self._values())
         self._seen = (buffer, buffer._version)
         self.clock.set(self.step, buffer.device)
 
+    def _name_method(self) -> None:
+        """Write the buffer of the method's title once it has left the meta device."""
+        codes = self.root.get_buffer(self.method_buffer)
+        if self.left_meta and not codes.is_meta:
+            codes.copy_(_encoded(title(self.method)))
+            self.left_meta = False
+
     def _values(self) -> list[int]:
         """Return the integers as the buffer holds them."""
-        values = [self.step, self.compared_at, *self.method.scalars.values()]
-        return [*values, _checksum(values)]
+        return [self.step, self.compared_at, *self.method.scalars.values(), _square(self.step)]
 
     def before_load(self, module: nn.Module, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Add the current counters to a dense state dict, which has none."""
+        """Refuse the state of another method, and add the counters that a dense one lacks."""
+        own = title(self.method)
+        stored = state_dict.get(prefix + self.method_buffer)
+        # A model that left the meta device may pass its own buffer, which has no values yet.
+        named = stored is not None and not (stored.is_meta or self.left_meta)
+        if named and (other := _decoded(stored)) != own:
+            raise ConfigError(
+                f"the state dict is of a model with {other}, this one has {own}: call sparsify "
+                "with the method, n and m of the checkpoint"
+            )
         buffer = self.root.get_buffer(self.buffer)
         if not buffer.is_meta:
             self.sync()
+            device = buffer.device
         elif args[0].get("assign_to_params_buffers"):  # the weights leave the meta device
-            loaded = next((v for k, v in state_dict.items() if k.startswith(prefix)), buffer)
-            buffer = torch.tensor(self._values(), device=loaded.device)
+            device = next((v for k, v in state_dict.items() if k.startswith(prefix)), buffer).device
+            buffer = torch.tensor(self._values(), device=device)
+        else:
+            device = buffer.device
         state_dict.setdefault(prefix + self.buffer, buffer)
+        state_dict.setdefault(prefix + self.method_buffer, _encoded(own).to(device))
+
+    def _check_hooks(self) -> None:
+        """Warn if the watched weight was updated without the hooks; see :class:`Attachment`."""
+        if self.watched is None or self.is_sharded:  # sharded models refuse to run unattached
+            return
+        name, layer = self.watched
+        weight = layer._parameters.get("weight")
+        if weight is not None:
+            what = f"{name!r} ({self.method.options.name})"
+            self.attachment.check(weight, self.step, what)
 
     def begin(self, step: int) -> None:
         """Enter the phase after ``step`` completed steps; call :meth:`write` afterwards."""
         self.clock.step, self.clock.micro = step, 0
         self.micro_batches.restart()
-        enter(self.method, step)
+        self._enter(step)
 
     @property
     def is_new(self) -> bool:
@@ -157,34 +210,46 @@ class ModelState:
         self.begin(step)
         self.write()
 
-    def release(self) -> None:
-        """Remove buffer and hooks from the root if no layer is sparse any more."""
-        for module in self.root.modules():
-            if getattr(getattr(module, "sparsity", None), "model", None) is self:
-                self.example = module
-                return
+    def release(self, densified: Collection[nn.Module], gone: set[LayerOperands]) -> None:
+        """Forget layers that were densified; remove buffers and hooks with the last one."""
+        self.attachment = Attachment()
+        self.operands = [operands for operands in self.operands if operands not in gone]
+        if self.operands:
+            if self.watched is not None and self.watched[1] in densified:
+                self.watched = None
+            return
         del self.root._buffers[self.buffer]
+        del self.root._buffers[self.method_buffer]
         for hook in self._hooks:
             hook.remove()
 
     def before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        """Prepare a forward of the root: drop stale gathered operands, count micro-batches."""
-        if self.example.sparsity.rows.is_sharded:
+        """Prepare a forward of the root: drop stale gathered operands, number micro-batches."""
+        if self.is_sharded:
             # Layers sync when they run, which is too late here: FSDP gathers operands before.
             self.sync()
-            if self.example.sparsity.cache.is_stale(module.training):
+            if self.operands[0].is_stale(module.training):
                 self.reshard()
         self.micro_batches.root_runs(module, args)
 
     def reshard(self) -> None:
         """Let FSDP drop gathered operands, which belong to other weights or another phase."""
-        if self.example.sparsity.rows.is_sharded:
+        if self.is_sharded:
             for module in self.root.modules():
                 if hasattr(module, "set_reshard_after_forward"):
                     module.reshard()  # type: ignore[operator]
 
 
-def _checksum(values: list[int]) -> int:
-    """Return a checksum; counters averaged over two models almost never match theirs."""
-    own, zeros = (zlib.crc32(repr(v).encode()) for v in (values, [0] * len(values)))
-    return own ^ zeros  # zeros, which a dense state dict may bring, are valid
+def _square(step: int) -> int:
+    """Return step² in 62 bits, as int64 holds them."""
+    return step**2 & (2**62 - 1)
+
+
+def _encoded(text: str) -> Tensor:
+    """Return a text as UTF-8 in a tensor of constant size, filled up with zeros."""
+    codes = text.encode()[:METHOD_BYTES]
+    return torch.tensor([*codes, *bytes(METHOD_BYTES - len(codes))], dtype=torch.uint8)
+
+
+def _decoded(codes: Tensor) -> str:
+    return bytes(codes.tolist()).rstrip(b"\0").decode(errors="replace")

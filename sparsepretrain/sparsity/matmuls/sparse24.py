@@ -14,9 +14,9 @@ from torch import Tensor
 from sparsepretrain.kernels import compress_24, matmul_24, unscaled
 from sparsepretrain.kernels.hardware import LIMITS, Limits
 from sparsepretrain.kernels.packed24 import TYPES
-from sparsepretrain.sparsity.fp8 import FP8, scale_of
-from sparsepretrain.sparsity.geometry import Linear, rows_of
-from sparsepretrain.sparsity.products import (
+from sparsepretrain.sparsity.matmuls.fp8 import FP8, scale_of
+from sparsepretrain.sparsity.matmuls.geometry import Linear, rows_of
+from sparsepretrain.sparsity.matmuls.three import (
     MATMUL_OF,
     Dense,
     Kind,

@@ -7,8 +7,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from sparsepretrain.sparsity.method import Layer
-
+S = TypeVar("S")  # LayerState
 T = TypeVar("T")
 
 
@@ -48,20 +47,20 @@ class Rows:
 
     def apply(
         self,
-        function: Callable[[Tensor, Layer], T],
+        function: Callable[[Tensor, S], T],
         rows: Tensor,
-        layer: Layer,
+        state: S,
         group: int | None,
     ) -> T:
-        """Call ``function(rows, layer)`` and return this rank's rows of the result.
+        """Call ``function(rows, state)`` and return this rank's rows of the result.
 
         Args:
-            function: takes a weight, or the rows of one, and the layer as a method sees it.
+            function: takes a weight, or the rows of one, and the state of the layer.
             rows: this rank's rows of the weight.
-            layer: the layer's state.
+            state: of the layer.
             group: rows that the function must see together; None: all of them.
         """
-        return function(rows, layer)
+        return function(rows, state)
 
     def write(self, layer: nn.Module, name: str, value: Tensor) -> None:
         """Write a whole tensor into a buffer or Parameter of ``layer``."""

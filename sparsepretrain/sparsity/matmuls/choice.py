@@ -19,11 +19,16 @@ from sparsepretrain.kernels.cusparselt.packed24 import searching, unsupported
 from sparsepretrain.kernels.fp8 import FP8_MULTIPLE
 from sparsepretrain.kernels.hardware import broken
 from sparsepretrain.kernels.timing import medians
-from sparsepretrain.sparsity.fp8 import fp8_products
-from sparsepretrain.sparsity.geometry import Linear
-from sparsepretrain.sparsity.method import Method
-from sparsepretrain.sparsity.operand_table import Row
-from sparsepretrain.sparsity.products import (
+from sparsepretrain.sparsity.matmuls.fp8 import fp8_products
+from sparsepretrain.sparsity.matmuls.geometry import Linear
+from sparsepretrain.sparsity.matmuls.sparse24 import (
+    PACKED,
+    cannot_pack,
+    packing,
+    padding,
+    straddles,
+)
+from sparsepretrain.sparsity.matmuls.three import (
     DENSE,
     MATMUL_OF,
     Dense,
@@ -32,7 +37,8 @@ from sparsepretrain.sparsity.products import (
     Prepared,
     Products,
 )
-from sparsepretrain.sparsity.sparse24 import PACKED, cannot_pack, packing, padding, straddles
+from sparsepretrain.sparsity.method import Method
+from sparsepretrain.sparsity.operand_table import Row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +48,7 @@ class FP8Precision:
     name: Literal["fp8", "fp8_sim"]
     """Tensor cores, or the same values multiplied in wider types on any device."""
     recipe: Literal["hybrid", "reference", "e4m3"] = "hybrid"
-    """See :func:`~sparsepretrain.sparsity.fp8.fp8_products`."""
+    """See :func:`~sparsepretrain.sparsity.matmuls.fp8.fp8_products`."""
 
     def problems(self) -> Problems:
         """Yield (key, message) of options that do not fit together."""
@@ -302,6 +308,11 @@ class LayerProducts:
             self.reasons = {k: why or "its weight is sharded" for k, why in self.reasons.items()}
         if backend.name != "auto":
             self.packs = self._possible
+
+    def on(self, device: torch.device, *, sharded: bool) -> LayerProducts:
+        """Return the products of the same layer on ``device``, not tried yet."""
+        size = self.size._replace(device=device)
+        return LayerProducts(self.method, self.precision, self.backend, size, sharded=sharded)
 
     @property
     def _possible(self) -> str:

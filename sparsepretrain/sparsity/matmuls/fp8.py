@@ -12,8 +12,8 @@ from torch import Tensor
 
 from sparsepretrain.kernels import dequantize_fp8, matmul_fp8, quantize_fp8
 from sparsepretrain.kernels.fp8 import FP8_MULTIPLE
-from sparsepretrain.sparsity.geometry import Linear
-from sparsepretrain.sparsity.products import Dense, Kind, Matmul, Prepared, Products
+from sparsepretrain.sparsity.matmuls.geometry import Linear
+from sparsepretrain.sparsity.matmuls.three import Dense, Kind, Matmul, Prepared, Products
 
 LEFT = ("Xf", "P", "U")
 """Left operands of the matmuls."""

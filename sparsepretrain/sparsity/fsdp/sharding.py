@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_map_only
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels.common import packed_shape
-from sparsepretrain.sparsity.method import Layer
-from sparsepretrain.sparsity.rows import Rows
+from sparsepretrain.sparsity.fsdp.rows import Rows
 
+S = TypeVar("S")  # LayerState
 T = TypeVar("T")
 _aten = torch.ops.aten
 _KEPT = {
@@ -84,18 +84,18 @@ class MasterShard(Tensor):
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         """Return the own rows of (A,) or (A, B) in the dtype of the matmuls, padded."""
-        own: Any = module.sparsity
-        parts = own.cache.to_gather(self, mp_policy.param_dtype or self.dtype, module.training)
+        own: Any = module.operands
+        parts = own.to_gather(self, mp_policy.param_dtype or self.dtype, module.training)
         parts = tuple(map(own.rows.padded, parts))
         # FSDP drops all tensors but the first if there is one shard
-        return parts, (own.cache, parts[1:] if own.rows.world == 1 else ())
+        return parts, (own, parts[1:] if own.rows.world == 1 else ())
 
     def fsdp_post_all_gather(
         self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
-        """Return the gathered A as the unsharded weight; the cache keeps B."""
-        cache, dropped = metadata
-        forward = cache.take((*outputs, *dropped))
+        """Return the gathered A as the unsharded weight; the layer keeps B."""
+        operands, dropped = metadata
+        forward = operands.take((*outputs, *dropped))
         # with `out` FSDP has filled the memory of the first gather again, which is the weight
         return None if out is not None else (forward, ())
 
@@ -183,15 +183,15 @@ class ShardedRows(Rows):
 
     def apply(
         self,
-        function: Callable[[Tensor, Layer], T],
+        function: Callable[[Tensor, S], T],
         rows: Tensor,
-        layer: Layer,
+        state: S,
         group: int | None,
     ) -> T:
         """Call ``function`` with the own rows, or with all rows if it must see them together."""
         if group is not None and self.has_whole_groups(group):
-            return function(rows, layer)
-        whole: Any = WholeLayer(layer, self)
+            return function(rows, state)
+        whole: Any = WholeState(state, self)
         result = function(self.gather(rows), whole)
         whole.write_back()
         own: T = self._own(result)
@@ -239,15 +239,15 @@ class ShardedRows(Rows):
             own.copy_(value)
 
 
-class WholeLayer:
-    """A layer as a method sees it that needs all rows: sharded tensors are gathered when read."""
+class WholeState:
+    """State of a layer for a method that needs all rows: sharded tensors are gathered when read."""
 
-    def __init__(self, layer: Layer, rows: ShardedRows) -> None:
-        self._layer, self._rows = layer, rows
+    def __init__(self, state: Any, rows: ShardedRows) -> None:
+        self._state, self._rows = state, rows
         self._gathered: dict[str, Tensor] = {}
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._layer, name)
+        value = getattr(self._state, name)
         if name not in self._rows.names:
             return value
         if name not in self._gathered:
@@ -257,7 +257,7 @@ class WholeLayer:
     def write_back(self) -> None:
         """Copy the own rows of gathered tensors, which the method may have changed."""
         for name, whole in self._gathered.items():
-            getattr(self._layer, name).copy_(self._rows.own_rows(whole))
+            getattr(self._state, name).copy_(self._rows.own_rows(whole))
 
 
 def plain(tensor: Tensor) -> Tensor:

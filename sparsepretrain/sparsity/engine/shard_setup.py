@@ -9,19 +9,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity import attachments
+from sparsepretrain.sparsity.engine.layers import SparseLayer
+from sparsepretrain.sparsity.engine.model_state import ModelState
+from sparsepretrain.sparsity.fsdp.sharding import MasterShard, PreparedRows, ShardedRows
 from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK
-from sparsepretrain.sparsity.layers import SparseLayer
-from sparsepretrain.sparsity.model_state import ModelState
-from sparsepretrain.sparsity.sharding import MasterShard, PreparedRows, ShardedRows
 
 ORDER = "sparsify, prepare_sharding, fully_shard, the optimizer, attach"
 
 
 def prepare(state: ModelState, layers: Mapping[str, SparseLayer]) -> None:
     """Wrap weights before ``fully_shard``; see :meth:`Sparsifier.prepare_sharding`."""
-    prepared = next(iter(layers.values())).sparsity.rows.is_sharded
-    if prepared or attachments.attached_optimizer(state):
+    prepared = state.is_sharded
+    if prepared or state.attachment.optimizer is not None:
         done = "prepared for sharding" if prepared else "attached"
         raise ConfigError(f"the sparsifier is {done} already: the order is {ORDER}")
     if state.precision is not None:
@@ -45,8 +44,8 @@ def prepare(state: ModelState, layers: Mapping[str, SparseLayer]) -> None:
         weight = layer.weight
         shard = MasterShard(weight.detach().contiguous())
         layer.weight = nn.Parameter(shard, weight.requires_grad)
-        layer.sparsity.rows = PreparedRows()
-        layer.sparsity.choose_products(weight.device)
+        layer.operands.rows = PreparedRows()
+        layer.operands.moved(weight.device)
 
 
 def bind(state: ModelState, layers: Mapping[str, SparseLayer]) -> None:
@@ -62,15 +61,16 @@ def bind(state: ModelState, layers: Mapping[str, SparseLayer]) -> None:
     if len({own.group for own in found.values()}) > 1:
         raise ConfigError("sparse layers are sharded over different processes: use one mesh")
     for name, layer in layers.items():
-        own = layer.sparsity
+        own = layer.operands
         if isinstance(own.rows, ShardedRows):
             continue
         own.rows = found[name]
-        found[name].shard_buffers(own, PREVIOUS_MASK)
-        own.cache.clear()
+        found[name].shard_buffers(layer.sparsity, PREVIOUS_MASK)
+        own.clear()
         if own.reset_due:
             own.reset_due = False
             own.reset(layer.weight)
+            state.baseline_due = True
     # Our hook drops stale operands, so it must run before the hooks of FSDP, which gather.
     hooks: Any = state.root._forward_pre_hooks
     for key in [key for key, hook in hooks.items() if hook == state.before_forward]:

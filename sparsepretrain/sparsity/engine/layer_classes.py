@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsepretrain.sparsity import attachments
-from sparsepretrain.sparsity.geometry import Convolution, Geometry
+from sparsepretrain.sparsity.engine.layers import SparseLayer
 from sparsepretrain.sparsity.layer_state import LayerState
-from sparsepretrain.sparsity.layers import SparseLayer
+from sparsepretrain.sparsity.matmuls.geometry import Convolution, Geometry
 
 
 class SparseConvolution(SparseLayer):
@@ -98,7 +97,6 @@ def _blank(replaced: type[nn.Module]) -> SparseLayer:
     cls = sparse_class(replaced)
     assert cls is not None
     layer: SparseLayer = cls.__new__(cls)
-    attachments.watch(layer)
     return layer
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,14 +11,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from sparsepretrain.errors import SparsePretrainWarning
 from sparsepretrain.kernels import pack_rows, packed_flip_count, unpacked
 from sparsepretrain.optim._initialization import creates_state, forget_step
-from sparsepretrain.sparsity import attachments
-from sparsepretrain.sparsity.layers import SparseLayer
+from sparsepretrain.sparsity.engine.layers import SparseLayer
+from sparsepretrain.sparsity.engine.model_state import ModelState
 from sparsepretrain.sparsity.method import Method
-from sparsepretrain.sparsity.model_state import ModelState
 from sparsepretrain.sparsity.operand_table import DW
-from sparsepretrain.sparsity.rounding import warn_if_decay_is_lost
 
 
 class Steps:
@@ -45,7 +45,7 @@ class Steps:
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Apply J. A closure is wrapped, because gradients exist only after it has run."""
-        attachments.stepping.add(self.state)
+        self.state.attachment.inside_step = True  # a closure may run forwards there
         self.take_baseline()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -82,11 +82,11 @@ class Steps:
         # fused optimizers unscale inside their kernel, so the decay has to be scaled too
         scale = getattr(optimizer, "grad_scale", None)
         for name, layer in self.layers.items():
-            own = layer.sparsity
+            own = layer.operands
             weight, grad = own.rows.local(layer.weight), own.rows.gradient(layer.weight)
             if grad is None:
                 continue
-            mask = own.present_mask(weight)
+            mask = own.mask(weight)
             # unpacking takes a launch, and writes and reads a byte per weight
             if not method.reads_packed_masks:
                 mask = unpacked(mask, weight.shape)
@@ -103,7 +103,7 @@ class Steps:
     @torch.no_grad()
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Prepare the next step from the changed weights."""
-        attachments.stepping.discard(self.state)
+        self.state.attachment.inside_step = False
         if not self._counts:
             self._counts = True
             forget_step(optimizer)
@@ -118,9 +118,9 @@ class Steps:
             # looked up in each step: load_state_dict replaces the group dictionaries
             rates = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
             for name, mask in held.items():
-                rows, weight = self.layers[name].sparsity.rows, self.layers[name].weight
-                rate, own = float(rates[id(rows.parameter(weight))]), rows.local(weight)
-                method.adjust_weight_(own, mask, rate)
+                weight, rows = self.layers[name].weight, self.layers[name].operands.rows
+                rate = float(rates[id(rows.parameter(weight))])
+                method.adjust_weight_(rows.local(weight), mask, rate)
         # The order matters: the phase of the next step says which operands are made, FSDP has to
         # drop those of the old weights first, and comparing masks reuses those of the projection.
         state.begin(state.step + 1)
@@ -133,13 +133,13 @@ class Steps:
         state.reshard()
         if not schedule.dense_reason(state.step) and type(method).update_ is not Method.update_:
             for layer in self.layers.values():
-                layer.sparsity.update(layer.weight)
+                layer.operands.update(layer.weight)
         self.project()
         if compares:
             state.flips = self.compare()  # stays on the device until a line of the record reads it
         if not _adjusts(method):  # Free the mask: nothing reads it before the next projection.
             for layer in self.layers.values():
-                layer.sparsity.cache.mask = None
+                layer.operands.free_mask()
 
     def refresh(self) -> None:
         """See :meth:`Sparsifier.refresh`."""
@@ -151,13 +151,13 @@ class Steps:
     def project(self) -> None:
         """Project the weights again where operands are stored."""
         for layer in self.layers.values():
-            layer.sparsity.cache.refresh(layer.weight)
+            layer.operands.refresh(layer.weight)
 
     def take_baseline(self) -> None:
         """Keep the masks of new weights, which the first flip rate is measured against."""
         if not self.state.baseline_due:
             return
-        if all(layer.sparsity.initialized for layer in self.layers.values()):
+        if all(layer.operands.initialized for layer in self.layers.values()):
             self.state.baseline_due = False
             self.compare()
 
@@ -166,10 +166,9 @@ class Steps:
         """Keep the present masks; return the flips since the last ones, (layers,) int64."""
         counts = []
         for layer in self.layers.values():
-            own = layer.sparsity
-            mask = own.present_mask(layer.weight)
+            mask = layer.operands.mask(layer.weight)
             packed = mask if mask.dtype == torch.uint8 else pack_rows(mask)
-            counts.append(packed_flip_count(own.previous_mask, packed, replace=True))
+            counts.append(packed_flip_count(layer.sparsity.previous_mask, packed, replace=True))
         return torch.stack([count.to(counts[-1].device) for count in counts])
 
 
@@ -178,3 +177,27 @@ def _adjusts(method: Method) -> bool:
     if not method.phase.training:
         return False
     return method.phase.row.J != DW or type(method).adjust_weight_ is not Method.adjust_weight_
+
+
+def warn_if_decay_is_lost(
+    name: str, before: Tensor, after: Tensor, weight: Tensor, mask: Tensor
+) -> None:
+    """Warn if rounding loses the decay of most masked entries of a layer.
+
+    Args:
+        name: of the layer.
+        before, after: gradient without and with the decay.
+        weight: decayed weight; zeros are ignored.
+        mask: bool or packed by rows; entries that it keeps are ignored.
+    """
+    masked = ~unpacked(mask, weight.shape)
+    lost = (after == before) & masked & (weight != 0)
+    share = float(lost.sum() / masked.sum().clamp(min=1))
+    if share > 0.5:
+        warnings.warn(
+            f"masked decay changes only {1 - share:.0%} of the masked gradients of layer {name!r}: "
+            f"{share:.0%} is lost to rounding in {str(weight.dtype).removeprefix('torch.')}; keep "
+            "fp32 parameters and autocast",
+            SparsePretrainWarning,
+            stacklevel=6,
+        )

@@ -20,7 +20,7 @@ from typing import ClassVar, Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from sparsepretrain.sparsity.geometry import Geometry, Linear, rows_of
+from sparsepretrain.sparsity.matmuls.geometry import Geometry, Linear, rows_of
 
 Kind = Literal["dense", "fp8", "sparse24", "sparse24_fp8"]
 

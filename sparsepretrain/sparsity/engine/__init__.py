@@ -1,0 +1,1 @@
+"""Sparse layers, their operands, and the hooks around the optimizer step."""

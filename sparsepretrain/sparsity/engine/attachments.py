@@ -1,0 +1,180 @@
+"""Attach the hooks of a sparse model to an optimizer, and warn if weights change without them.
+
+A loop without the hooks runs without an error and trains something else: no masked decay, no mask
+search, no phases, no flip rates.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from sparsepretrain.errors import ConfigError, SparsePretrainWarning
+
+
+class Attachment:
+    """Optimizer that carries the hooks of a sparse model, and the watch over its weights."""
+
+    def __init__(self) -> None:
+        self._optimizer: ref[Optimizer] | None = None
+        self._handles: tuple[RemovableHandle, ...] = ()
+        self.inside_step = False
+        """True while the optimizer with the hooks is inside its step."""
+        self._detached = False  # trained without the hooks on purpose
+        self._warned = False
+        self._seen: Seen | None = None
+        self._changes = 0  # of the weight since the last completed step
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer that carries the hooks, if it still exists."""
+        return None if self._optimizer is None else self._optimizer()
+
+    def attach(self, optimizer: Optimizer, before: Any, after: Any) -> None:
+        """Register two step hooks on ``optimizer``, which :meth:`detach` removes."""
+        self._handles = (
+            optimizer.register_step_pre_hook(before),
+            optimizer.register_step_post_hook(after),
+        )
+        self._optimizer = ref(optimizer)
+        self._detached = False
+        self._seen = None
+
+    def detach(self) -> None:
+        """Remove the hooks; training without them is on purpose from now on."""
+        for handle in self._handles:
+            handle.remove()
+        self._optimizer, self._handles, self._detached = None, (), True
+
+    def forget(self) -> None:
+        """Accept the present weights: a state dict was loaded."""
+        self._seen = None
+
+    def check(self, weight: Tensor, step: int, layer: str) -> None:
+        """Warn once if the weight keeps changing between forwards and the hooks do not run.
+
+        A single change may be an edit by hand.
+
+        Args:
+            weight: Parameter of a sparse layer, at a training forward.
+            step: completed steps of the sparsifier.
+            layer: its name and method.
+        """
+        if self._detached or self._warned or self.inside_step or weight.is_meta:
+            return
+        optimizer = self.optimizer
+        seen, self._seen = self._seen, Seen(weight, step, _fingerprint(weight, optimizer))
+        if seen is None or seen.weight is not weight or seen.step != step:
+            self._changes = 0
+            return
+        if _are_equal(seen.fingerprint, self._seen.fingerprint):
+            return
+        self._changes += 1
+        if self._changes < 2:
+            return
+        self._warned = True
+        to = "no optimizer"
+        if optimizer is not None:
+            to = f"another optimizer ({type(optimizer).__name__})"
+        warnings.warn(
+            f"the sparse layer {layer} was updated, but the sparsifier is attached to {to}: masks, "
+            "masked decay, phases and flip rates do not follow; call sparsifier.attach(optimizer) "
+            "(of a copy: sparsifier_of(model).attach(optimizer))",
+            SparsePretrainWarning,
+            stacklevel=_frames_to_the_caller(),
+        )
+
+
+class Seen(NamedTuple):
+    """The watched weight at a training forward."""
+
+    weight: Tensor
+    step: int
+    fingerprint: Tensor | int
+
+
+def _fingerprint(weight: Tensor, optimizer: Optimizer | None) -> Tensor | int:
+    """Return what changes with the weight: 16 values, or of an attached model its version.
+
+    Torch counts the in-place writes of a tensor. Comparing the counts waits for no device, but
+    fused optimizers and writes to ``.data`` are not counted.
+    """
+    if optimizer is not None and not weight.is_inference():
+        return weight._version
+    values = weight.detach().reshape(-1)
+    return values[:: max(1, len(values) // 16)].clone()
+
+
+def _frames_to_the_caller() -> int:
+    """Return the ``stacklevel`` of the first caller outside torch and this package."""
+    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+    depth, frame = 0, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        depth, frame = depth + 1, frame.f_back
+    return depth + 1
+
+
+def _are_equal(first: Tensor | int, second: Tensor | int) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return first.device == second.device and torch.equal(first, second)
+    return first is second or bool(first == second)
+
+
+def unwrapped(optimizer: Any) -> Optimizer:
+    """Return the torch optimizer inside wrappers."""
+    while not isinstance(optimizer, Optimizer) or hasattr(optimizer, "optimizer"):
+        kind, outer = type(optimizer).__name__, optimizer
+        optimizer = getattr(outer, "optimizer", None)
+        if optimizer is None or optimizer is outer:
+            raise ConfigError(f"attach needs a torch optimizer, got {kind}")
+    return optimizer
+
+
+def holder_of(
+    weights: Mapping[str, Tensor],
+    method_parameters: Mapping[str, nn.Parameter],
+    optimizers: Iterable[Any],
+    *,
+    sharded: bool,
+) -> Optimizer:
+    """Return the optimizer that holds the sparse weights, without its wrappers.
+
+    Frozen weights need no optimizer; if all are frozen, the first one is returned.
+
+    Args:
+        weights: layer -> weight.
+        method_parameters: name -> Parameter of the method.
+        optimizers: of the model.
+        sharded: FSDP shards the weights.
+    """
+    unwrapped_optimizers = [unwrapped(optimizer) for optimizer in optimizers]
+    holders = {
+        id(parameter): optimizer
+        for optimizer in unwrapped_optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    trained = {**weights, **method_parameters}.items()
+    missing = [name for name, p in trained if p.requires_grad and id(p) not in holders]
+    if missing:
+        remedy = ""
+        if set(missing) <= set(method_parameters):
+            remedy = ": build the optimizer after sparsify"
+        if sharded:
+            remedy = ": build the optimizer after fully_shard"
+        text = f"sparse weights missing in the optimizer: {', '.join(missing)}"
+        raise ConfigError(text + remedy)
+    holding = {holders[id(p)]: None for p in weights.values() if id(p) in holders}
+    if len(holding) > 1:
+        kinds = ", ".join(type(optimizer).__name__ for optimizer in holding)
+        raise ConfigError(f"sparse weights are in {kinds}: put all of them into one optimizer")
+    return next(iter(holding), unwrapped_optimizers[0])

@@ -1,0 +1,350 @@
+"""Sparse layers and their one autograd function.
+
+Sparse layers are subclasses of the layers that they replace. The method defines the operands of
+each matmul; :mod:`sparsepretrain.sparsity.matmuls` multiplies them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.sparsity.clock import ClockReading, MicroBatches
+from sparsepretrain.sparsity.engine.model_state import ModelState
+from sparsepretrain.sparsity.engine.operands import LayerOperands
+from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK, LayerState
+from sparsepretrain.sparsity.matmuls.geometry import Geometry, Linear
+from sparsepretrain.sparsity.matmuls.three import Estimate, Matmul, Operands, Prepared, Products
+from sparsepretrain.sparsity.method import Method, title
+from sparsepretrain.sparsity.operand_table import DGRAD, WGRAD, G, X
+
+
+class SparseMatmul(torch.autograd.Function):
+    """Y = fprop(Xf(X), A) + b; dX = dgrad(P(G), B); dW = wgrad(U(G), Xw(X))."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        target: Tensor,
+        bias: Tensor | None,
+        operands: Operands,
+        layer: LayerOperands | None,
+        geometry: Geometry,
+        products: Products,
+        reading: ClockReading,
+        micro_batches: MicroBatches | None,
+    ) -> Tensor:
+        """Return Y in the dtype of X.
+
+        Args:
+            x: input of the layer; (…, in_features) or (N, C, H, W).
+            target: receives dW, in the layout of the stored weight; its values are not read.
+            bias: added in fprop.
+            operands: A, B and the factor of dW.
+            layer: its method gives Xf, Xw, P and U; None: X and G as they are.
+            geometry: linear layer or convolution.
+            products: compute the three matmuls.
+            reading: (completed steps, micro-batch), which key the draws of the backward.
+            micro_batches: hear of the backward; None: nothing is numbered.
+        """
+        # Attributes keep the values of this forward when checkpointing recomputes saved tensors.
+        ctx.reading, ctx.micro_batches = reading, micro_batches
+        ctx.layer, ctx.geometry, ctx.products = layer, geometry, products
+        ctx.shapes = x.shape, target.shape
+        ctx.dtypes = x.dtype, target.dtype, None if bias is None else bias.dtype
+        fprop, _, wgrad = products
+        xf, xw = _inputs(layer, x)
+        left = fprop.prepare(xf, "Xf")
+        same = xw is xf and wgrad.format("Xw") == fprop.format("Xf")
+        kept = left if same else wgrad.prepare(xw, "Xw")
+        shape = *x.shape[:-1], geometry.out_features(target)
+        y = fprop(Matmul("fprop", geometry, shape, x.dtype), left, operands.A, bias)
+        b = operands.A if operands.B is None else operands.B
+        ctx.kinds = b.kind, kept.kind
+        # Saved tensors, although B is also in the cache of the layer: stored operands are rewritten
+        # in place after a step, and autograd raises an error if this backward comes later.
+        ctx.save_for_backward(b.data, b.scale, operands.wgrad_scale, kept.data, kept.scale)
+        return y
+
+    # Masks and draws are constants here, so second derivatives would be silently wrong.
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return dX, dW and db."""
+        b, b_scale, wgrad_scale, x, x_scale = ctx.saved_tensors
+        layer, geometry, (_, dgrad, wgrad) = ctx.layer, ctx.geometry, ctx.products
+        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+        dx = dw = db = None
+        if ctx.micro_batches is not None:
+            ctx.micro_batches.backward_runs()
+        if need_db:
+            # a sum over tokens in bf16 would lose most of its digits
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            db = geometry.bgrad(grad, wide).to(ctx.dtypes[2])
+        if need_dx:
+            pruned = dgrad.prepare(_pruned(layer, geometry, ctx.reading, grad), "P")
+            matmul = Matmul("dgrad", geometry, ctx.shapes[0], grad.dtype)
+            dx = dgrad(matmul, pruned, Prepared(ctx.kinds[0], b, b_scale)).to(ctx.dtypes[0])
+        if need_dw:
+            draw = partial(_sampled, layer, geometry, ctx.reading)
+            estimate = wgrad.prepare(Estimate(grad, draw), "U")
+            matmul = Matmul("wgrad", geometry, ctx.shapes[1], torch.float32)
+            dw = wgrad(matmul, estimate, Prepared(ctx.kinds[1], x, x_scale)).to(ctx.dtypes[1])
+            dw = dw if wgrad_scale is None else dw * wgrad_scale
+        return dx, dw, db, None, None, None, None, None, None
+
+
+def _inputs(layer: LayerOperands | None, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Xf(X) and Xw(X); the same tensor if they are equal."""
+    if layer is None:
+        return x, x
+    method, row = layer.method, layer.method.phase.row
+    for_fprop = method.fprop_input(x) if row.Xf != X else x
+    for_wgrad = by_groups_of_tokens(x, method.wgrad_input) if row.Xw != X else x
+    return for_fprop, for_wgrad
+
+
+def _pruned(
+    layer: LayerOperands | None, geometry: Geometry, reading: ClockReading, grad: Tensor
+) -> Tensor:
+    """Return P(G)."""
+    if layer is None or layer.method.phase.row.P == G:
+        return grad
+    tokens = geometry.tokens(grad)
+    rows = tokens.numel() // tokens.shape[-1]  # one counter per token
+    key = layer.state.key_at(reading, DGRAD, rows)
+    return geometry.from_tokens(layer.method.dgrad_gradient(tokens, key), grad.shape)
+
+
+def _sampled(
+    layer: LayerOperands | None,
+    geometry: Geometry,
+    reading: ClockReading,
+    grad: Tensor,
+    order: str | None,
+) -> Tensor:
+    """Return U(G), in a memory order of :func:`kernels.mvue` if the method leaves the draw to it.
+
+    Groups of four tokens never straddle a micro-batch; each group has one counter.
+    """
+    if layer is None or layer.method.phase.row.U == G:
+        return grad
+    method = layer.method
+    is_mvue = type(method).wgrad_gradient is Method.wgrad_gradient
+
+    def sample(rows: Tensor) -> Tensor:
+        key = layer.state.key_at(reading, WGRAD, -(-rows.shape[0] // 4), per=4)
+        if is_mvue:
+            return method.wgrad_gradient(rows, key, order)
+        return method.wgrad_gradient(rows, key)
+
+    return geometry.from_tokens(by_groups_of_tokens(geometry.tokens(grad), sample), grad.shape)
+
+
+def by_groups_of_tokens(tokens: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply ``function`` to (…, tokens of a sample, features) as rows, in groups of four tokens.
+
+    A sample whose length is no multiple of four is padded with zero tokens (197 to 200), so groups
+    do not depend on how the batch is cut. A 2-D input is one sample.
+    """
+    length, features = tokens.shape[-2:] if tokens.dim() > 1 else (1, tokens.shape[-1])
+    if not length % 4:
+        return function(tokens.reshape(-1, features)).view(tokens.shape)
+    filled = F.pad(tokens.view(*tokens.shape[:-2], length, features), (0, 0, 0, -length % 4))
+    result = function(filled.reshape(-1, features)).view(filled.shape)
+    return result[..., :length, :].reshape(tokens.shape)
+
+
+class SparseLayer(nn.Module):
+    """Mixin before a linear layer class: equal parameters, operands of the method."""
+
+    replaces: ClassVar[type[nn.Module]]
+    in_dim: ClassVar[int] = 1
+    """Axis of in_features in the stored weight."""
+    weight: Tensor
+    bias: Tensor | None
+    sparsity: LayerState
+    """Tensors of the method, in the state dict."""
+    operands: LayerOperands
+    sparse_model: ModelState
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return Y = X·A(W)ᵀ + b for X of shape (…, in_features)."""
+        dtype = _matmul_dtype(x, self.weight)
+        micro_batches = None if torch.compiler.is_compiling() else self._begin_forward(x, dtype)
+        target, operands = self.operands.get(self.weight, dtype, self.training)
+        if x.is_nested:
+            return self._nested(x, operands)
+        y: Tensor
+        if operands is None:
+            y = self.replaces.forward(self, x)
+        else:
+            y = self._multiply(x, target, operands, dtype, micro_batches)
+        residual: Tensor | None = self.operands.method.residual(x, self.sparsity)
+        return y if residual is None else y + residual
+
+    def _multiply(
+        self,
+        x: Tensor,
+        target: Tensor,
+        operands: Operands,
+        dtype: torch.dtype,
+        micro_batches: MicroBatches | None,
+    ) -> Tensor:
+        """Compute fprop with prepared weights; ``target`` receives the gradient of wgrad."""
+        device = x.device.type
+        autocast = torch.is_autocast_enabled(device)
+        padded, geometry = self.geometry(x.to(dtype) if autocast else x)
+        matmuls = self.operands.matmuls.now(dtype, self.training)
+        layer = self.operands if self.training else None
+        reading = self.sparse_model.clock.read()
+        in_fp32 = autocast and matmuls.fprop.rounds  # dequantized operands keep fp32
+        with torch.autocast(device, enabled=False) if in_fp32 else nullcontext():
+            y: Tensor = SparseMatmul.apply(
+                padded,
+                target,
+                self.bias,
+                operands,
+                layer,
+                geometry,
+                matmuls,
+                reading,
+                micro_batches,
+            )
+        return y
+
+    def _begin_forward(self, x: Tensor, dtype: torch.dtype) -> MicroBatches | None:
+        """Follow loaded counters; in training number the micro-batch and try sparse matmuls."""
+        model = self.sparse_model
+        model.sync()
+        if not self.training:
+            return None
+        model.micro_batches.layer_runs()
+        if not (x.is_nested or self.operands.matmuls.is_final):
+            has_bias = self.bias is not None
+            self.operands.try_matmuls(self.weight, x.shape, dtype, bias=has_bias)
+        return model.micro_batches
+
+    def _nested(self, x: Tensor, operands: Operands | None) -> Tensor:
+        """Evaluate samples of several lengths, which nn.TransformerEncoder passes on."""
+        if self.training or self.operands.method.residual(x[0], self.sparsity) is not None:
+            raise ConfigError(
+                "nested tensors are supported in evaluation, of methods without adapters: build "
+                "nn.TransformerEncoder with enable_nested_tensor=False"
+            )
+        weight = operands.A.data if operands is not None else self.weight
+        if operands is None and self.in_dim == 0:
+            weight = weight.t()
+        return F.linear(x, weight, self.bias)
+
+    def geometry(self, x: Tensor) -> tuple[Tensor, Geometry]:
+        """Return X, padded if the layer pads by itself, and the geometry of the matmuls."""
+        return x, Linear(self.in_dim)
+
+    def extra_repr(self) -> str:
+        """Return the original representation and the method."""
+        model = self.sparse_model
+        words = (super().extra_repr(), title(model.method), model.label)
+        return ", ".join(filter(None, words))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        was_meta = self.sparsity.previous_mask.is_meta
+        super()._apply(fn, recurse)
+        state, own = self.sparsity, self.operands
+        own.rows.follow(state)
+        if was_meta and not state.previous_mask.is_meta:  # to_empty
+            state.previous_mask.zero_()
+            own.initialized = not state.method_tensors
+            self.sparse_model.left_meta = True
+        own.moved(state.previous_mask.device)
+        return self
+
+    def register_parameter(self, name: str, param: Any) -> None:
+        """Refuse a weight that tensor parallelism shards; ``fully_shard`` does not call this."""
+        if is_dtensor(param) and not is_dtensor(self._parameters.get(name)):
+            raise ConfigError(
+                f"{name} of a sparse {self.replaces.__name__} was sharded by something other than "
+                "fully_shard: tensor parallelism of sparse layers is not supported"
+            )
+        super().register_parameter(name, param)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.operands.rows.is_sharded and not keep_vars:
+            # writers of files need memory, which the wrapper that FSDP gathers does not have
+            from sparsepretrain.sparsity.fsdp.sharding import unwrapped
+
+            destination[f"{prefix}weight"] = unwrapped(destination[f"{prefix}weight"])
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        state, own, model = self.sparsity, self.operands, self.sparse_model
+        values = {f"{prefix}weight": self.weight}
+        names = (*state.method_tensors, PREVIOUS_MASK)
+        values |= {f"{prefix}sparsity.{name}": getattr(state, name) for name in names}
+        # broadcast_from_rank0 copies into the memory of a model that left the meta device
+        unset = not own.initialized
+        brings_weight, *brings_own = (_brings(state_dict, *item, unset) for item in values.items())
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        own.clear()
+        model.attachment.forget()
+        is_new = model.is_new
+        # Before the first step the method's tensors follow from the weights. A layer without values
+        # computes them, because torch may have added its own unwritten ones to a dense state dict.
+        if all(brings_own) and not (unset and is_new):
+            own.initialized, own.reset_due = True, False
+        elif brings_weight and is_new and not self.weight.is_meta:
+            # initial weights of a dense model
+            if own.rows.is_prepared:
+                own.reset_due = True  # `attach` finds the own rows
+            else:
+                own.reset(self.weight)
+                model.baseline_due = True
+
+
+def _matmul_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    """Return the dtype of the matmuls: that of autocast, or of the weight."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return weight.dtype
+
+
+def _brings(
+    state_dict: Mapping[str, Tensor], key: str, present: Tensor, unset: bool = False
+) -> bool:
+    """Return True if ``state_dict`` has another tensor than ``present`` under ``key``.
+
+    When torch loads whole tensors into shards, it adds tensors that the module already has.
+
+    Args:
+        unset: the module has no values of its own, so ``present`` itself was filled.
+    """
+    value = state_dict.get(key)
+    if value is None:
+        return False
+    if unset or value.is_meta or present.is_meta or not value.numel():
+        return True
+    return _memory(value).data_ptr() != _memory(present).data_ptr()
+
+
+def _memory(tensor: Any) -> Tensor:
+    """Return the plain tensor of a DTensor or of a shard of a master weight."""
+    tensor = getattr(tensor, "_local_tensor", tensor)
+    plain: Tensor = getattr(tensor, "_tensor", tensor)
+    return plain
+
+
+def is_dtensor(value: object) -> bool:
+    """Return True if ``value`` is a DTensor, without importing it, which takes half a second."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(value, distributed.DTensor)

@@ -1,0 +1,355 @@
+"""Operands A and B of one layer: made from the weight, and kept until the weight changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.kernels import pack_rows, unpacked, widen
+from sparsepretrain.sparsity.fsdp.rows import ALL_ROWS, Rows
+from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK, LayerState
+from sparsepretrain.sparsity.matmuls.choice import LayerProducts
+from sparsepretrain.sparsity.matmuls.three import Operands, Prepared
+from sparsepretrain.sparsity.method import Method, Projection
+from sparsepretrain.sparsity.operand_table import W
+
+Way = Literal["replaced", "projected", "kept", "gathered", "differentiable"]
+"""Source of the operands of a forward.
+
+replaced: it needs none, and the replaced class runs; projected: from the weight, in every forward;
+kept: from the last step, after ``store_operands``; gathered: FSDP2 has gathered A (and B) instead
+of the weight; differentiable: projected under autograd, which trains Parameters of the method."""
+
+
+class LayerOperands:
+    """Operands of one layer, one set for training and one for evaluation.
+
+    Args:
+        method: of the model.
+        state: tensors of the method in this layer.
+        matmuls: of this layer; they decide in which form operands are prepared.
+    """
+
+    def __init__(self, method: Method, state: LayerState, matmuls: LayerProducts) -> None:
+        self.method = method
+        self.state = state
+        self.matmuls = matmuls
+        self.rows: Rows = ALL_ROWS
+        self.store: torch.dtype | None = None
+        """Dtype of kept operands; None: they are made in every forward."""
+        self.initialized = True
+        """False if the method's tensors left the meta device and have no values."""
+        self.reset_due = False
+        """True if initial weights were loaded before ``attach`` of a sharded model."""
+        self._kept: dict[bool, Operands | None] = {}  # key: training (True) or evaluation (False)
+        self._kept_mask: Tensor | None = None  # of kept training operands; bool, or packed by rows
+        self._gathered_sparse: bool | None = None  # A was gathered, or W; None: out of date
+        self._gathered_b: Tensor | None = None
+        self.choose_ways()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of copies and pickles, which keep no operands."""
+        # a copy (an average of weights) is edited without the hooks that refresh operands
+        ways = {
+            key: "projected" if self.__dict__[key] == "kept" else self.__dict__[key]
+            for key in ("_training_way", "_evaluation_way")
+        }
+        return self.__dict__ | ways | {"_kept": {}, "_kept_mask": None, "store": None}
+
+    # What a forward reads.
+
+    def choose_ways(self) -> None:
+        """Choose how forwards get operands, until phase, storage, sharding or matmuls change."""
+        self._training_way: Way = self._way(training=True)
+        self._evaluation_way: Way = self._way(training=False)
+
+    def _way(self, *, training: bool) -> Way:
+        phase = self.method.phase
+        if self.rows.is_sharded:
+            return "gathered"
+        if training and self.method.differentiable and phase.training:
+            return "differentiable"
+        training = self._uses_training_set(training)
+        if not self._projects(training) and not (training and self.matmuls.base.fprop.rounds):
+            return "replaced"
+        return "projected" if self.store is None else "kept"
+
+    def get(
+        self, weight: Tensor, dtype: torch.dtype, training: bool
+    ) -> tuple[Tensor, Operands | None]:
+        """Return the tensor that receives dA or dW, and the operands in ``dtype``.
+
+        Without operands the replaced class runs on ``weight``.
+        """
+        way = self._training_way if training else self._evaluation_way
+        if way == "replaced":
+            return weight, None
+        if way == "gathered":
+            return weight, self._gathered(weight, dtype, training)
+        if way == "differentiable":
+            return self._differentiable(weight, dtype)
+        training = self._uses_training_set(training)
+        if way == "kept" and self.store == dtype and training in self._kept:
+            return weight, self._kept[training]
+        return weight, self._make(weight, dtype, training)
+
+    def _differentiable(self, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Operands]:
+        """Project under autograd; return A, which receives dA, and operands made from its values.
+
+        Nothing is kept: the graph belongs to one forward.
+        """
+        forward, _, backward, _ = self.project(weight, True, graph=torch.is_grad_enabled())
+        assert forward is not None, "a differentiable method returns A"
+        a = self._transposed(forward.detach())
+        b = None if backward is None else self._transposed(backward.detach())
+        return forward, self.matmuls.now(dtype, True).prepare(a, b, None, dtype)
+
+    def _uses_training_set(self, training: bool) -> bool:
+        """Return True for training, and for evaluation if it uses the same operands."""
+        phase, matmuls = self.method.phase, self.matmuls
+        same = phase.training == phase.evaluation and not matmuls.packs
+        return training or (same and matmuls.precision is None)
+
+    # Projections of the method.
+
+    def project(self, weight: Tensor, training: bool = False, *, graph: bool = False) -> Projection:
+        """Return the projection for evaluation or training; W and no mask in a dense phase.
+
+        ``graph``: record it for autograd.
+        """
+        phase = self.method.phase
+        if not (phase.training if training else phase.evaluation):
+            return Projection(None, None)
+        if not self.initialized:
+            raise ConfigError(
+                f"layer {self.state.layer_name!r} came from the meta device and its "
+                f"{', '.join(self.state.method_tensors)} has no values: call sparsifier.reset() "
+                "once the weights are initialized, or load a checkpoint of the sparse model"
+            )
+        # masks and scales come from the master in fp32 or wider, never from a cast copy
+        with torch.set_grad_enabled(graph):
+            master = self.rows.local(weight) if graph else self.rows.local(weight).detach()
+            group = self._group(updating=False)
+            return self.rows.apply(self.method.project, widen(master), self.state, group)
+
+    def _group(self, *, updating: bool) -> int | None:
+        """Rows of the stored weight that the method must see together; None: all of them."""
+        outputs, inputs = self.method.multiples
+        whole = self.method.needs_whole
+        if whole == "start":  # no compiled forward may read the step
+            schedule = self.method.schedule
+            whole = updating and schedule.step == schedule.start
+        return None if whole else (outputs if self.state.dim else inputs)
+
+    @torch.no_grad()
+    def update(self, weight: Tensor) -> None:
+        """Call ``update_`` of the method with the current weight."""
+        master = self.rows.local(weight).detach()
+        self.rows.apply(self.method.update_, master, self.state, self._group(updating=True))
+
+    @torch.no_grad()
+    def reset(self, weight: Tensor) -> None:
+        """Compute the method's tensors from initial weights; collective if sharded."""
+        state = self.state
+        master = widen(self.rows.gather(self.rows.local(weight).detach()))
+        tensors = {PREVIOUS_MASK: pack_rows(torch.zeros_like(master, dtype=torch.bool))}
+        for key, value in (tensors | self.method.initial_state(master, state)).items():
+            if getattr(state, key).is_meta:  # a dense state dict was assigned to a model on meta
+                kind: Any = state._parameters if key in state._parameters else state._buffers
+                kind[key] = value
+            else:
+                self.rows.write(state, key, value)
+        self.initialized = True
+        if self.method.schedule.start == 0:
+            self.update(weight)
+        self.moved(state.previous_mask.device)
+
+    @torch.no_grad()
+    def mask(self, weight: Tensor) -> Tensor:
+        """Return the mask of the projection, or the one the method would choose; may be packed."""
+        mask = self.project(weight).mask if self._kept_mask is None else self._kept_mask
+        if mask is not None:
+            return mask
+
+        def choose(master: Tensor, state: LayerState) -> Tensor:
+            return self.method.mask(master, state.dim).bool()
+
+        master = widen(self.rows.local(weight).detach())
+        return self.rows.apply(choose, master, self.state, self._group(updating=False))
+
+    def bool_mask(self, weight: Tensor) -> Tensor:
+        """Return :meth:`mask`, unpacked."""
+        return unpacked(self.mask(weight), self.rows.local(weight).shape)
+
+    # Operands that are kept between forwards.
+
+    def store_as(self, dtype: torch.dtype) -> None:
+        """Keep operands of this dtype from the next projection on."""
+        self.store = dtype
+        self.choose_ways()
+
+    def clear(self) -> None:
+        """Drop all operands: the weight or the phase has changed."""
+        self._kept, self._gathered_sparse, self._kept_mask = {}, None, None
+
+    def free_mask(self) -> None:
+        """Free the mask of kept operands, which nothing reads before the next projection."""
+        self._kept_mask = None
+
+    def refresh(self, weight: Tensor) -> None:
+        """Project a changed weight again if operands are kept, into the same memory.
+
+        That allocates nothing, keeps the addresses that captured graphs read, and lets autograd
+        notice a backward that still needs the operands of before.
+        """
+        earlier = None if self.rows.is_sharded else self._kept.get(True)
+        self.clear()
+        if self.store is None or self.method.differentiable:
+            return
+        if self._projects(training=True) or self.matmuls.base.fprop.rounds:
+            self._make(weight, self.store, True, earlier)
+
+    def moved(self, device: torch.device) -> None:
+        """Choose matmuls for ``device`` and drop operands that lie elsewhere."""
+        self.clear()
+        self.matmuls = self.matmuls.on(device, sharded=self.rows.is_sharded)
+        self.choose_ways()
+
+    def try_matmuls(
+        self, weight: Tensor, inputs: Sequence[int], dtype: torch.dtype, *, bias: bool
+    ) -> None:
+        """Try the matmuls with the first inputs, of shape (…, tokens of a sample, in_features)."""
+        if self.matmuls.try_inputs(weight, inputs, dtype, bias=bias):
+            self.choose_ways()
+            self.refresh(weight)
+
+    @torch.no_grad()
+    def hold(self, weight: Tensor, mask: Tensor) -> None:
+        """Let training forwards see the weight under ``mask``, until :meth:`refresh`.
+
+        A method whose A(W) is no part of W is projected again and masked.
+        """
+        if self.rows.is_sharded or self.store is None:
+            raise ConfigError("held masks need whole weights and a call of store_operands()")
+        forward, new, *_ = self.project(weight, training=True)
+        if forward is None:
+            return
+        if new is None:
+            new = self.method.mask(widen(weight.detach()), self.state.dim)
+        wide = weight.detach().to(forward.dtype)
+        source = wide if torch.equal(forward[new], wide[new]) else forward
+        held = self._transposed(torch.where(mask, source, 0.0))
+        base = self.matmuls.base
+        self._kept[True] = base.prepare(held, None, None, self.store, self._kept.get(True))
+
+    def _projects(self, training: bool) -> bool:
+        phase = self.method.phase
+        return phase.training if training else phase.evaluation
+
+    @torch.no_grad()
+    def _make(
+        self, weight: Tensor, dtype: torch.dtype, training: bool, old: Operands | None = None
+    ) -> Operands | None:
+        """Project; operands of the stored dtype are kept, in the memory of ``old``."""
+        matmuls = self.matmuls.now(dtype, training)
+        with torch.inference_mode(False):  # a training forward may use it next
+            self.state.out = self._memory(weight, dtype, old) if training else None
+            try:
+                forward, mask, backward, scale = self.project(weight, training)
+            finally:
+                self.state.out = None
+            only_cast = forward is None and not matmuls.fprop.rounds
+            operands = None
+            if not only_cast or (training and not self.method.phase.row.keeps_inputs()):
+                forward = self.rows.local(weight).detach() if forward is None else forward
+                a, b = self._transposed(forward), self._transposed(backward)
+                operands = matmuls.prepare(a, b, scale, dtype, old)
+        if self.store == dtype and not torch.compiler.is_compiling():
+            if training:
+                is_bool = mask is not None and mask.dtype == torch.bool
+                self._kept_mask = pack_rows(mask) if mask is not None and is_bool else mask
+            # a weight that is only cast is not kept: the cast of an edited one is always right
+            if operands is None or not only_cast:
+                self._kept[training] = operands
+        return operands
+
+    def _memory(self, weight: Tensor, dtype: torch.dtype, old: Operands | None) -> Tensor | None:
+        """Return memory for A(W) in the stored dtype: that of ``old``, or new memory."""
+        if self.method.phase.row.A == W or self.matmuls.now(dtype, True).fprop.rounds:
+            return None  # nothing is projected, or the result is rounded again
+        if self.store != dtype or self.rows.is_sharded or torch.compiler.is_compiling():
+            return None
+        # a packed A may have the shape of the weight: 36 columns are padded to 64, packed to 36
+        earlier = self._transposed(old.A.data) if old and old.A.kind == "dense" else None
+        if earlier is None or (earlier.shape, earlier.dtype) != (weight.shape, dtype):
+            return torch.empty_like(weight, dtype=dtype)
+        return earlier
+
+    @overload
+    def _transposed(self, weight: Tensor) -> Tensor: ...
+    @overload
+    def _transposed(self, weight: None) -> None: ...
+    def _transposed(self, weight: Tensor | None) -> Tensor | None:
+        """Return a stored weight as (out_features, in_features), or the inverse."""
+        return weight.t() if weight is not None and self.state.dim == 0 else weight
+
+    # FSDP2 gathers operands instead of weights.
+
+    @torch.no_grad()
+    def to_gather(self, weight: Tensor, dtype: torch.dtype, training: bool) -> tuple[Tensor, ...]:
+        """Return the own rows of (A,), or (A, B) if the method has two weights, for FSDP.
+
+        They are in ``dtype``, laid out as the stored weight.
+        """
+        training = self._uses_training_set(training)
+        if self.store != dtype:  # `store_operands` named another one, or was not called
+            self.store, self._kept = dtype, {}
+        self._gathered_sparse = self._projects(training)
+        kept = self._kept.get(training) or self._make(weight, dtype, training)
+        if kept is None:
+            parts = [self.rows.local(weight).detach().to(dtype)]
+        else:
+            parts = [self._transposed(part.data) for part in (kept.A, kept.B) if part is not None]
+        two = self.method.sparse_row.has_two_weights()
+        if len(parts) > 1 and not two:
+            raise ConfigError(
+                f"method {self.method.options.name} returns a backward weight: under FSDP its "
+                "sparse_row must have a B of its own"
+            )
+        return (parts[0], parts[-1]) if two else (parts[0],)
+
+    def take(self, gathered: tuple[Tensor, ...]) -> Tensor:
+        """Keep B of the gathered operands and return A, which becomes the unsharded weight."""
+        self._gathered_b = gathered[1] if len(gathered) > 1 else None
+        return gathered[0]
+
+    def is_stale(self, training: bool) -> bool:
+        """Return True if FSDP has to gather again before a forward in this mode."""
+        return self.rows.is_sharded and self._gathered_sparse is not self._projects(training)
+
+    def _gathered(self, weight: Tensor, dtype: torch.dtype, training: bool) -> Operands | None:
+        """Return the gathered operands in ``dtype``; None: the gathered weight is all it takes."""
+        self.rows.local(weight)  # refuses a model that is not attached
+        if self.is_stale(training):
+            raise ConfigError(
+                f"layer {self.state.layer_name!r} sees what was gathered in another phase, or from "
+                "weights that have changed since: call reshard() on the modules of FSDP, or run "
+                "the module that was given to sparsify"
+            )
+        kept = self._kept.get(self._uses_training_set(training))
+        scale = None if kept is None else kept.wgrad_scale
+        two = self._gathered_sparse and self.method.sparse_row.has_two_weights()
+        changes_inputs = training and not self.method.phase.row.keeps_inputs()
+        if not two and scale is None and not changes_inputs:
+            return None
+        backward = None
+        if two:
+            assert self._gathered_b is not None
+            part = self._gathered_b[: weight.shape[0]]
+            backward = Prepared("dense", self._transposed(part.to(dtype)))
+        forward = Prepared("dense", self._transposed(weight.detach().to(dtype)))
+        return Operands(forward, backward, scale)

@@ -1,0 +1,1 @@
+"""Rows of a weight on this rank, and sharding with FSDP2."""
