@@ -16,7 +16,6 @@ from sparsepretrain.config import freeze
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.sparsity.method import Method
-from sparsepretrain.sparsity.methods.tsrste import TSRSTE
 
 SMOOTH = 40
 """Curves are averaged over 1/40 of their points, short enough to keep the shape."""
@@ -167,12 +166,11 @@ class RunData:
 
         None unless both end at one step and compare masks of one rule equally often.
         """
-        rules = {Method.mask: "magnitude", TSRSTE.mask: "transposable"}
         try:
             method: type[Method] = registry.get("method", self.option("sparsity"))
         except ConfigError:  # a plug-in that is not loaded
             return None
-        rule = rules.get(method.mask, "of its own")
+        rule = method.mask_rule
         if dense in (None, self) or dense.option("sparsity", "flip_rule", None) != rule:
             return None
         own, other = (run.series("flip_rate")[1] for run in (self, dense))

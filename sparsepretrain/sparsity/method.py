@@ -88,6 +88,8 @@ class Method:
     summary: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     finetuning: ClassVar[FineTuning] = FineTuning()
+    mask_rule: ClassVar[Literal["magnitude", "transposable", "other"]] = "magnitude"
+    """Rule of :meth:`mask`; reports compare flip rates of one rule only."""
     layer_kinds: tuple[str, ...] = ("linear", "convolution", "grouped convolution")
     """Kinds of layers that the method supports."""
     differentiable: ClassVar[bool] = False
@@ -109,7 +111,7 @@ class Method:
 
     def __init__(self, options: MethodOptions, total_steps: int | None = None) -> None:
         self.options = options
-        self.schedule = Schedule(options.window, total_steps, getattr(options, "refresh", 1))
+        self.schedule = Schedule(options.window, total_steps, self.refresh)
         self.scalars = dict(self.scalars)
 
     def set_step(self, step: int) -> None:
@@ -125,6 +127,25 @@ class Method:
         if why := self.schedule.dense_reason(step):
             return Phase(False, False, why)
         return Phase(row=self.sparse_row)
+
+    @property
+    def refresh(self) -> int:
+        """Optimizer steps between two updates of the masks, which flips are counted over."""
+        return 1
+
+    @property
+    def decay(self) -> float:
+        """λ of the masked decay that the next step applies; 0: the method has none."""
+        return 0.0
+
+    @property
+    def estimator(self) -> str:
+        """Estimator of :func:`sparsepretrain.kernels.mvue` for U(G)."""
+        return "approximate"
+
+    def scale(self, state: LayerState) -> Tensor | None:
+        """Return the factor β of A(W) = β·S(W), 0-d, for probes; None: there is none."""
+        return None
 
     @property
     def sparse_row(self) -> Row:
@@ -152,7 +173,7 @@ class Method:
     def initial_state(self, weight: Tensor, state: LayerState) -> dict[str, Tensor]:
         """Return the persistent tensors of one layer, given its initial weight (fp32 or wider).
 
-        The tensor under ``"beta"`` becomes ``state.beta``. A ``torch.nn.Parameter`` is trained:
+        The tensor under ``"mask"`` becomes ``state.mask``. A ``torch.nn.Parameter`` is trained:
         build the optimizer after ``sparsify``.
         """
         return {}
@@ -190,11 +211,10 @@ class Method:
     def wgrad_gradient(self, grad: Tensor, key: AnyKey, order: str | None = None) -> Tensor:
         """Return U(G), the output gradient of wgrad; (tokens, out_features), in the dtype of G.
 
-        Called if U is not G. By default :data:`MVUE` with the option ``estimator``. ``order`` is
+        Called if U is not G. By default :data:`MVUE` with :attr:`estimator`. ``order`` is
         the memory order that the matmul reads; overrides may leave this parameter out.
         """
-        estimator = getattr(self.options, "estimator", "approximate")
-        return kernels.mvue(grad, dim=0, estimator=estimator, key=key, order=order)
+        return kernels.mvue(grad, dim=0, estimator=self.estimator, key=key, order=order)
 
     def residual(self, x: Tensor, state: LayerState) -> Tensor | None:
         """Return a linear function of X, (…, out_features), that is added to X·A(W)ᵀ, or None.

@@ -129,7 +129,8 @@ def sparsify_with(
         reason = f": sparse from step {method.schedule.start} on, but there are {total_steps} steps"
         raise ConfigError([("window.start", reason)])
     overrides = cls.adjust_gradient_ is not Method.adjust_gradient_
-    if overrides and method.sparse_row.J == DW and not hasattr(options, "decay"):
+    declares_decay = cls.decay is not Method.decay  # J is dW while λ is 0
+    if overrides and method.sparse_row.J == DW and not declares_decay:
         raise ConfigError(
             f"method {options.name}: adjust_gradient_ would never run, as sparse_row has J = dW: "
             "name what the optimizer receives, such as J=Operand('M∘dW')"

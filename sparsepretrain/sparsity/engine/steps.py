@@ -41,7 +41,7 @@ class Steps:
         method = self.state.method
         if not _adjusts(method):
             return 0.0
-        return float(getattr(method, "decay", getattr(method.options, "decay", 0.0)))
+        return method.decay
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Apply J. A closure is wrapped, because gradients exist only after it has run."""

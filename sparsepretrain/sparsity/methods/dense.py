@@ -42,6 +42,10 @@ class DenseMethod(Method):
     paper = "–"
 
     @property
+    def refresh(self) -> int:
+        return self.options.refresh
+
+    @property
     def multiples(self) -> tuple[int, int]:
         """Transposable masks are chosen in blocks of 4×4."""
         return 4 if self.options.flip_rule == "transposable" else 1, self.options.m

@@ -55,6 +55,13 @@ class SSTE(Method):
         self.needs_whole = options.mvue == "weight" or options.beta_update == "step"
 
     @property
+    def estimator(self) -> str:
+        return self.options.estimator
+
+    def scale(self, state: LayerState) -> Tensor:
+        return state.beta
+
+    @property
     def sparse_row(self) -> Row:
         row = Row(A=self.nm("β·S(W)"))
         if self.options.mvue == "gradient":

@@ -56,6 +56,7 @@ class TSRSTE(MaskedDecay, StoredMask):
 
     Options = TSRSTEOptions
     options: TSRSTEOptions
+    mask_rule = "transposable"
     summary = "transposable mask every 40 steps, masked decay, MVUE, dense tail"
     paper = "arXiv:2404.01847 (ICML 2024)"
     finetuning = FineTuning("dense", {"mvue": "none"}, same=("dense_tail",))
@@ -64,6 +65,14 @@ class TSRSTE(MaskedDecay, StoredMask):
     def __init__(self, options: TSRSTEOptions, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
         self.schedule.stop_at(1 - options.dense_tail, "dense_tail")
+
+    @property
+    def refresh(self) -> int:
+        return self.options.refresh
+
+    @property
+    def estimator(self) -> str:
+        return self.options.estimator
 
     @property
     def sparse_row(self) -> Row:

@@ -25,9 +25,10 @@ class Scale(Probe["Session"]):
         line = {}
         for name, layer in session.sparsifier.layers.items():
             forward = layer.operands.project(layer.weight).forward
-            if forward is None or not hasattr(layer.sparsity, "beta"):
+            scale = layer.operands.method.scale(layer.sparsity)
+            if forward is None or scale is None:
                 continue
-            beta = float(layer.sparsity.beta)
+            beta = float(scale)
             line[f"beta/{name}"] = beta
             fit = kernels.optimal_scale(layer.weight.detach(), forward)
             line[f"best/{name}"] = beta * float(fit)
