@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sparsepretrain.kernels import no_fp8_products
+from sparsepretrain.kernels import no_fp8_matmuls
 from sparsepretrain.kernels.cusparselt.packed24 import slow_version, unsupported, version
 from sparsepretrain.training.hardware import environment, known_gpu, unusable_gpu
 
@@ -44,7 +44,7 @@ def machine() -> list[tuple[str, str]]:
 def here() -> str:
     """Say in one line if sparse matmuls run on this machine."""
     device = present_device()
-    missing = no_fp8_products(device)
+    missing = no_fp8_matmuls(device)
     fp8 = f"No matmul runs in fp8: {missing}." if missing else "Matmuls run in fp8 here."
     why = unsupported(device, fp8=False)
     if why is not None:

@@ -10,7 +10,7 @@ from sparsepretrain.kernels.common import widen
 from sparsepretrain.kernels.fp8 import (
     dequantize_fp8,
     matmul_fp8,
-    no_fp8_products,
+    no_fp8_matmuls,
     quantize_fp8,
     unscaled,
 )
@@ -62,7 +62,7 @@ __all__ = [
     "mvue",
     "nm_mask",
     "nm_prune",
-    "no_fp8_products",
+    "no_fp8_matmuls",
     "noise_key",
     "optimal_scale",
     "pack_24",

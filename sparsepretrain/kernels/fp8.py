@@ -117,7 +117,7 @@ def unscaled(
 
 
 @functools.cache
-def no_fp8_products(device: torch.device) -> str:
+def no_fp8_matmuls(device: torch.device) -> str:
     """Return the reason for which ``device`` has no fp8 matmuls, tried with a small one, or ""."""
     if reason := no_cuda(device):
         return reason

@@ -27,14 +27,14 @@ class NoiseKey(NamedTuple):
 
 
 class ClockKey(NamedTuple):
-    """The stream of a product in a micro-batch as what it follows from, for kernels to derive."""
+    """The stream of a matmul in a micro-batch as what it follows from, for kernels to derive."""
 
     clock: Tensor
     """(completed optimizer steps, micro-batch): (2,), int64."""
     seed: int
     layer: Any
     """Index of the layer: an integer, or a 0-d int64 tensor (under ``torch.compile``)."""
-    product: int
+    matmul: int
     room: int
     """Token groups that a micro-batch may have: the first of micro-batch i is number i·room."""
 
@@ -63,12 +63,12 @@ def _words(a: Any, b: int) -> tuple[Any, Any]:
     return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF
 
 
-def noise_key(seed: int, step: Any, layer: Any, product: int, offset: Any = 0) -> NoiseKey:
-    """Return the stream of one product (0 fprop, 1 dgrad, 2 wgrad) of one layer in one step.
+def noise_key(seed: int, step: Any, layer: Any, matmul: int, offset: Any = 0) -> NoiseKey:
+    """Return the stream of one matmul (0 fprop, 1 dgrad, 2 wgrad) of one layer in one step.
 
     ``step`` counts completed optimizer steps. ``step`` and ``layer`` may be 0-d int64 tensors.
     """
-    k0, k1, _, _ = philox((step & LOW_32, layer, product, step >> 32), (seed & LOW_32, seed >> 32))
+    k0, k1, _, _ = philox((step & LOW_32, layer, matmul, step >> 32), (seed & LOW_32, seed >> 32))
     return NoiseKey(k0, k1, offset)
 
 
@@ -76,5 +76,5 @@ def key_words(key: AnyKey | int) -> NoiseKey:
     """Return the words of any key; an integer is a seed."""
     if isinstance(key, ClockKey):
         step, micro = key.clock.unbind()
-        return noise_key(key.seed, step, key.layer, key.product, micro * key.room)
+        return noise_key(key.seed, step, key.layer, key.matmul, micro * key.room)
     return key if isinstance(key, NoiseKey) else NoiseKey.from_seed(key)

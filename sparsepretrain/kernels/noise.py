@@ -1,6 +1,6 @@
 """Counter-based uniform numbers: Philox4x32-10 (Salmon et al., SC 2011).
 
-A draw is a pure function of (seed, optimizer step, layer, product, global token group, feature),
+A draw is a pure function of (seed, optimizer step, layer, matmul, global token group, feature),
 so resuming, accumulation and world size cannot change it. The arithmetic uses 32-bit values held
 in int64 (or Python integers), which every device and compiler has.
 """

@@ -189,7 +189,7 @@ class Sparsifier:
             layer.operands.store_as(dtype)
         self.refresh()
 
-    def choose_products(self, inputs: Mapping[str, Sequence[int]], micro_batches: int = 1) -> None:
+    def choose_matmuls(self, inputs: Mapping[str, Sequence[int]], micro_batches: int = 1) -> None:
         """Choose the sparse matmuls of each layer now, instead of in its first forward.
 
         Compiled graphs cannot time alternatives. Call :meth:`store_operands` first.
@@ -204,7 +204,7 @@ class Sparsifier:
             ConfigError: a sparse layer is missing.
         """
         if missing := [name for name in self.layers if name not in inputs]:
-            raise ConfigError(f"choose_products: no shape for {', '.join(missing)}")
+            raise ConfigError(f"choose_matmuls: no shape for {', '.join(missing)}")
         if self._state.backend is not None:
             self._state.backend.micro_batches = micro_batches
         for name, layer in self.layers.items():
@@ -214,14 +214,14 @@ class Sparsifier:
 
     @property
     def backend(self) -> dict[str, Any]:
-        """Name, chosen sparse matmuls in words, and ``products``: median seconds by layer size.
+        """Name, chosen sparse matmuls in words, and ``matmuls``: median seconds by layer size.
 
         Empty with ``backend="emulate"``.
         """
         backend = self._state.backend
         if backend is None:
             return {}
-        return {"name": backend.name, "chosen": self.coverage().chosen, "products": backend.table()}
+        return {"name": backend.name, "chosen": self.coverage().chosen, "matmuls": backend.table()}
 
     def micro_batch(self, index: int, rank: int = 0, world: int = 1, *, capacity: int = 0) -> None:
         """Name the micro-batch that the next forward sees; random draws are keyed by its number.

@@ -21,7 +21,7 @@ from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.matmuls.choice import (
     Backend,
     FP8Precision,
-    LayerProducts,
+    LayerMatmuls,
     LayerSize,
     backend_of,
     precision_of,
@@ -141,15 +141,15 @@ def sparsify_with(
     device = next(iter(layers.values())).weight.device
     later = device.type == "cpu" and torch.cuda.is_available()  # the model may move there
     trains_on = torch.device("cuda", torch.cuda.current_device()) if later else device
-    products = []
+    expected = []
     for layer in layers.values():
         replacement = replacement_of(layer)
         size = LayerSize(tuple(layer.weight.shape), replacement.in_dim, trains_on)
-        products.append(LayerProducts(method, formats, chooser, size))
+        expected.append(LayerMatmuls(method, formats, chooser, size))
     if formats is not None:
-        formats.require(chosen.simulated for chosen in products)
+        formats.require(matmuls.simulated for matmuls in expected)
     if chooser is not None:
-        chooser.require(options.name, (chosen.reasons for chosen in products))
+        chooser.require(options.name, (matmuls.reasons for matmuls in expected))
     state = ModelState(model, method, formats, chooser, seed, device)
     first = sum(isinstance(module, SparseLayer) for module in model.modules())
     for index, (name, layer) in enumerate(layers.items(), first):
@@ -160,7 +160,7 @@ def sparsify_with(
             if method.schedule.start == 0:
                 method.update_(weight, own)
         size = LayerSize(tuple(weight.shape), replacement.in_dim, weight.device)
-        matmuls = LayerProducts(method, formats, chooser, size)
+        matmuls = LayerMatmuls(method, formats, chooser, size)
         # the object stays: references, hooks and second names keep working
         layer.__class__ = replacement
         layer.add_module("sparsity", own)

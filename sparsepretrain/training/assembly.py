@@ -128,7 +128,7 @@ def build_session(
         initial_weights=initial_weights,
     )
     if inputs:
-        sparsifier.choose_products(inputs, count)
+        sparsifier.choose_matmuls(inputs, count)
     for name, options in run.probe.items():
         probe: type[Probe[Session]] = registry.get("probe", name)
         session.observers.append(probe(options, session))

@@ -21,7 +21,7 @@ Options = Precision | SinglePrecision | ScaledPrecision | SimulatedFP8
 
 
 def compute_dtype(options: Options) -> torch.dtype:
-    """Dtype of the matrix products; under fp8, of those in all other layers."""
+    """Dtype of the matmuls; under fp8, of those in all other layers."""
     return _DTYPES[options.dtype if isinstance(options, SimulatedFP8) else options.name]
 
 
@@ -71,7 +71,7 @@ def describe(options: Options) -> str:
 
 
 def autocast(options: Options, device: torch.device) -> torch.autocast:
-    """Context of the forward: matrix products in the configured dtype."""
+    """Context of the forward: matmuls in the configured dtype."""
     dtype = compute_dtype(options)
     enabled = dtype not in (torch.float32, torch.float64)
     return torch.autocast(device.type, dtype=dtype if enabled else None, enabled=enabled)

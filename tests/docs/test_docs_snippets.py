@@ -61,7 +61,7 @@ def test_library_snippets_run(block, capsys):
 def test_commands_run(block, tiny, tmp_path, monkeypatch, capsys):
     # takes seconds; tested elsewhere
     monkeypatch.setattr(training_verb, "illustrate", lambda directory: None)
-    monkeypatch.setattr(choice, "no_fp8_products", lambda device: "")  # torch emulates them
+    monkeypatch.setattr(choice, "no_fp8_matmuls", lambda device: "")  # torch emulates them
     for program, *argv in commands(block.body, tmp_path):
         if program == "sparsepretrain":
             run(argv, tiny)

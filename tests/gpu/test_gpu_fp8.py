@@ -1,4 +1,4 @@
-"""Products in fp8 on a device against fp64, and layers against simulated ones."""
+"""Matmuls in fp8 on a device against fp64, and layers against simulated ones."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from sparsepretrain.kernels.hardware import FP8_SLACK
 
 @pytest.fixture(autouse=True)
 def supported(device):
-    if reason := kernels.no_fp8_products(torch.empty(0, device=device).device):
+    if reason := kernels.no_fp8_matmuls(torch.empty(0, device=device).device):
         pytest.skip(reason)
 
 

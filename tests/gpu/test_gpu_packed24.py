@@ -62,13 +62,13 @@ def test_products_repeat_and_can_be_captured(device):
 @pytest.mark.parametrize("operand", ["A", "B", "P", "U"])
 def test_padded_matmuls_are_those_in_fp64(operand, dim, sizes, dtype, device):
     case = Case(operand, *sizes, 300, dtype, dim, bias=True)
-    left, right, matmul, bias = random_matmul(case, torch.empty(0, device=device).device)
-    names = {"fprop": ("Xf", "A"), "dgrad": ("P", "B"), "wgrad": ("U", "Xw")}[matmul.name]
-    product = getattr(packing(DENSE, operand), matmul.name)
+    left, right, call, bias = random_matmul(case, torch.empty(0, device=device).device)
+    names = {"fprop": ("Xf", "A"), "dgrad": ("P", "B"), "wgrad": ("U", "Xw")}[call.name]
+    product = getattr(packing(DENSE, operand), call.name)
     pair = product.prepare(left, names[0]), product.prepare(right, names[1])
-    got = product(matmul, *pair, bias)
+    got = product(call, *pair, bias)
     left = (left.grad if isinstance(left, Estimate) else left).double()
-    expected = matmul.dense(left, right.double(), None if bias is None else bias.double())
-    spread = matmul.dense(left.abs(), right.double().abs(), None)
+    expected = call.dense(left, right.double(), None if bias is None else bias.double())
+    spread = call.dense(left.abs(), right.double().abs(), None)
     slack = torch.finfo(got.dtype).eps * expected.abs() + 2.0**-16 * spread
     assert got.shape == expected.shape and bool(((got - expected).abs() <= slack).all())

@@ -14,20 +14,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsepretrain import kernels
-from sparsepretrain.sparsity.matmuls.fp8 import fp8_products
+from sparsepretrain.sparsity.matmuls.fp8 import fp8_matmuls
 from sparsepretrain.sparsity.matmuls.geometry import Linear
 from sparsepretrain.sparsity.matmuls.sparse24 import PACKED, cannot_pack, packing
-from sparsepretrain.sparsity.matmuls.three import DENSE, MATMUL_OF, Estimate, Matmul
+from sparsepretrain.sparsity.matmuls.three import DENSE, MATMUL_OF, Estimate, MatmulCall
 
 SIZES = {"emulate": [(3072, 768), (1376, 512), (20, 36)]}
 """(out_features, in_features): those that fit, an FFN of Llama 60M, and one below a tile."""
 FP8_SIZES = [(3072, 768), (1376, 2736)]
 BASES = {
     "emulate": DENSE,
-    **{f"fp8 {recipe}": fp8_products(recipe, False) for recipe in ("hybrid", "e4m3")},
+    **{f"fp8 {recipe}": fp8_matmuls(recipe, False) for recipe in ("hybrid", "e4m3")},
     **{
-        f"fp8_sim {recipe}": fp8_products(recipe, True)
-        for recipe in ("hybrid", "reference", "e4m3")
+        f"fp8_sim {recipe}": fp8_matmuls(recipe, True) for recipe in ("hybrid", "reference", "e4m3")
     },
 }
 LAYOUTS = list(
@@ -97,13 +96,13 @@ def three_products(products, operands, sizes, dtype, dim, has_bias, tokens):
     how, stored = Linear(dim), sizes if dim else sizes[::-1]
     x, grad = draw(*tokens, inputs, dtype=dtype), draw(*tokens, out, dtype=dtype)
     bias = draw(out, dtype=dtype) if has_bias else None
-    y = fprop(Matmul("fprop", how, grad.shape, dtype), fprop.prepare(x, "Xf"), operands.A, bias)
+    y = fprop(MatmulCall("fprop", how, grad.shape, dtype), fprop.prepare(x, "Xf"), operands.A, bias)
     check(y, grad.shape)
     assert y.dtype == dtype
     b = operands.A if operands.B is None else operands.B
-    check(dgrad(Matmul("dgrad", how, x.shape, dtype), dgrad.prepare(grad, "P"), b), x.shape)
+    check(dgrad(MatmulCall("dgrad", how, x.shape, dtype), dgrad.prepare(grad, "P"), b), x.shape)
     u, kept = wgrad.prepare(Estimate(grad, estimate), "U"), wgrad.prepare(x, "Xw")
-    check(wgrad(Matmul("wgrad", how, stored, torch.float32), u, kept), torch.Size(stored))
+    check(wgrad(MatmulCall("wgrad", how, stored, torch.float32), u, kept), torch.Size(stored))
 
 
 class Operators(TorchDispatchMode):
@@ -125,7 +124,7 @@ class Operators(TorchDispatchMode):
 @pytest.mark.parametrize("packs", ["", "U"])
 def test_fp8_wgrad_samples_quantizes_and_multiplies_g_without_copies(packs, dim, hopper):
     """The sample is drawn from G in bf16 and lies along the tokens, as both matmuls read it."""
-    base = fp8_products("e4m3", False)
+    base = fp8_matmuls("e4m3", False)
     wgrad = (packing(base, packs) if packs else base).wgrad
     out, inputs = 3072, 768
     with FakeTensorMode(), torch.no_grad():
@@ -139,5 +138,5 @@ def test_fp8_wgrad_samples_quantizes_and_multiplies_g_without_copies(packs, dim,
         stored = (out, inputs) if dim else (inputs, out)
         with Operators(grad.numel()) as found:
             prepared = wgrad.prepare(Estimate(grad, sample), "U")
-            wgrad(Matmul("wgrad", Linear(dim), stored, torch.float32), prepared, kept)
+            wgrad(MatmulCall("wgrad", Linear(dim), stored, torch.float32), prepared, kept)
     assert found.names == ["mvue", "quantize_fp8"]

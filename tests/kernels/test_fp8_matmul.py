@@ -1,4 +1,4 @@
-"""Products of matrices in fp8: values, contracts, and which devices have them."""
+"""Matmuls of matrices in fp8: values, contracts, and which devices have them."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from sparsepretrain.kernels import fp8
 from sparsepretrain.kernels.cusparselt import packed24 as library
 
 FORMATS = ("e4m3", "e5m2")
-no_fp8_products = fp8.no_fp8_products.__wrapped__  # without its cache
+no_fp8_matmuls = fp8.no_fp8_matmuls.__wrapped__  # without its cache
 
 
 def quantized(*shape, seed=0, format="e4m3"):
@@ -70,12 +70,12 @@ def device(monkeypatch):
 
 
 def test_device_needs_cuda_and_fp8_tensor_cores(device, monkeypatch):
-    assert no_fp8_products(device) == ""
-    assert "on cpu" in no_fp8_products(torch.device("cpu"))
+    assert no_fp8_matmuls(device) == ""
+    assert "on cpu" in no_fp8_matmuls(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    assert "compute capability 8.6" in no_fp8_products(device)
+    assert "compute capability 8.6" in no_fp8_matmuls(device)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "no CUDA device" in no_fp8_products(device)
+    assert "no CUDA device" in no_fp8_matmuls(device)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_device_with_wrong_or_failing_fp8_matmuls_is_refused(device, fault, told
             raise RuntimeError(str(error)) from error
 
     monkeypatch.setattr(torch, "_scaled_mm", faulty)
-    assert told in no_fp8_products(device)
+    assert told in no_fp8_matmuls(device)
 
 
 def test_packed_fp8_products_are_tested_in_their_own_layouts(device, monkeypatch):

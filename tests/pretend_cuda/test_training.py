@@ -130,7 +130,7 @@ def test_other_recipes_do_too(tiny, words, monkeypatch):
     if "precision=fp8_sim" in words:  # whose products CPUs multiply scaled, and GPUs as they are
         monkeypatch.setattr(FP8, "dequantizes", lambda *_: False)
     if "precision=fp8" in words:  # with torch's scaled products of a CPU
-        monkeypatch.setattr(choice, "no_fp8_products", lambda device: "")
+        monkeypatch.setattr(choice, "no_fp8_matmuls", lambda device: "")
     compare(tiny, words)
 
 

@@ -6,8 +6,8 @@ import torch
 from small_models import draw
 
 from sparsepretrain.sparsity.matmuls import choice
-from sparsepretrain.sparsity.matmuls.fp8 import FP8, fp8_products
-from sparsepretrain.sparsity.matmuls.three import Dense, Products
+from sparsepretrain.sparsity.matmuls.fp8 import FP8, fp8_matmuls
+from sparsepretrain.sparsity.matmuls.three import Matmul, Matmuls
 
 
 class Absolute:
@@ -16,11 +16,11 @@ class Absolute:
     def encode(self, x, operand, dtype):
         return super().encode(x.abs(), operand, dtype)
 
-    def __call__(self, matmul, left, right, bias=None):
-        return super().__call__(matmul, left, right, None if bias is None else bias.abs())
+    def __call__(self, call, left, right, bias=None):
+        return super().__call__(call, left, right, None if bias is None else bias.abs())
 
 
-class Magnitude(Absolute, Dense):
+class Magnitude(Absolute, Matmul):
     pass
 
 
@@ -30,12 +30,12 @@ class FP8Magnitude(Absolute, FP8):
 
 def magnitudes(layer, dtype, shape, monkeypatch, recipe=None):
     """Return :func:`outputs` of absolute values."""
-    chosen = Products(*[Magnitude()] * 3)
+    chosen = Matmuls(*[Magnitude()] * 3)
     if recipe is not None:
-        found = fp8_products(recipe, True)
-        chosen = Products(*(FP8Magnitude(**dataclasses.asdict(product)) for product in found))
+        found = fp8_matmuls(recipe, True)
+        chosen = Matmuls(*(FP8Magnitude(**dataclasses.asdict(product)) for product in found))
     with monkeypatch.context() as patch:
-        patch.setattr(choice.LayerProducts, "now", lambda *_: chosen)
+        patch.setattr(choice.LayerMatmuls, "now", lambda *_: chosen)
         return outputs(layer, dtype, shape)
 
 

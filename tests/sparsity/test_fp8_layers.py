@@ -15,8 +15,8 @@ from torch import nn
 
 import sparsepretrain as sp
 from sparsepretrain import kernels
-from sparsepretrain.sparsity.matmuls.fp8 import fp8_products
-from sparsepretrain.sparsity.matmuls.three import Estimate, Products
+from sparsepretrain.sparsity.matmuls.fp8 import fp8_matmuls
+from sparsepretrain.sparsity.matmuls.three import Estimate, Matmuls
 from sparsepretrain.sparsity.methods import sste
 
 HYBRID = {"precision": "fp8_sim"}
@@ -111,7 +111,7 @@ def test_wgrad_samples_g_in_its_dtype_and_stays_unbiased(estimator, dtype):
         seen.append(x)
         return kernels.mvue(x, dim=0, estimator=estimator, key=1, order=order)
 
-    product = fp8_products("e4m3", True).wgrad
+    product = fp8_matmuls("e4m3", True).wgrad
     _, values, scale = product.prepare(Estimate(grad, sample), "U")
     assert seen[0] is grad, "nothing is cast before the draw"
     wide = kernels.mvue(grad.float(), dim=0, estimator=estimator, key=1)
@@ -169,13 +169,13 @@ def test_dense_phases_equal_the_dense_method(precision, dtype):
 @both_recipes
 def test_weights_are_quantized_once_per_step(precision, monkeypatch):
     model, optimizer, sparsifier = build("sste", precision, dtype=torch.float32)
-    calls, prepare = [], Products.prepare
+    calls, prepare = [], Matmuls.prepare
 
     def counted(*args):
         calls.append(prepare(*args))
         return calls[-1]
 
-    monkeypatch.setattr(Products, "prepare", counted)
+    monkeypatch.setattr(Matmuls, "prepare", counted)
     sparsifier.store_operands()
     train(model, optimizer, 0, 3, micro=2)
     assert len(calls) == 2 * (1 + 3), "once per layer and step, for any number of micro-batches"

@@ -14,9 +14,9 @@ from torch import nn
 import sparsepretrain as sp
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity.matmuls import choice
-from sparsepretrain.sparsity.matmuls.fp8 import FP8, fp8_products
+from sparsepretrain.sparsity.matmuls.fp8 import FP8, fp8_matmuls
 from sparsepretrain.sparsity.matmuls.sparse24 import Sparse24FP8
-from sparsepretrain.sparsity.matmuls.three import Products
+from sparsepretrain.sparsity.matmuls.three import Matmuls
 
 METHODS = [name for name in sp.list_methods() if name not in PACKED]
 RECIPES = ("hybrid", "e4m3")
@@ -25,7 +25,7 @@ RECIPES = ("hybrid", "e4m3")
 @pytest.fixture(autouse=True)
 def supported(monkeypatch, semi_structured_device):
     """A device with correct fp8 matmuls, computed on the CPU."""
-    monkeypatch.setattr(choice, "no_fp8_products", lambda device: "")
+    monkeypatch.setattr(choice, "no_fp8_matmuls", lambda device: "")
 
 
 def sparsify(model, method, recipe="hybrid", name="fp8", backend="emulate", options=None):
@@ -62,7 +62,7 @@ KINDS = pytest.mark.parametrize(("kind", "bias"), [("Linear", False), ("Conv1D",
 def test_fp8_matmuls_equal_simulated_ones(method, recipe, kind, bias, monkeypatch):
     model, exact = layer(kind, bias), layer(kind, bias)
     sparsify(model, method, recipe)
-    assert model.fc.operands.matmuls.now(torch.bfloat16, True) is fp8_products(recipe, False)
+    assert model.fc.operands.matmuls.now(torch.bfloat16, True) is fp8_matmuls(recipe, False)
     got = outputs(model, torch.bfloat16)
     compare(got, layer(kind, bias), method, recipe, torch.bfloat16, monkeypatch)
     sparsify(exact, method, name=None)
@@ -148,17 +148,15 @@ def test_weights_are_quantized_once_per_step_in_the_same_memory(backend, monkeyp
     handle = sparsify(model, "tsrste", "e4m3", backend=backend)
     optimizer = attached(handle, torch.optim.SGD(model.parameters(), lr=0.1))
     handle.store_operands(torch.bfloat16)
-    handle.choose_products({"0.fc": (2, 32, 128), "2.fc": (2, 32, 128)})
+    handle.choose_matmuls({"0.fc": (2, 32, 128), "2.fc": (2, 32, 128)})
     own = handle.layers["0.fc"].operands
     (_, a, scale_a), (_, b, scale_b), _ = own._kept[True]
     columns = (80, 160) if backend == "semi_structured" else (128, 256)
     transposed = b if backend == "semi_structured" else b.t()
     assert a.shape == (256, columns[0]) and transposed.shape == (128, columns[1])
     assert a.is_contiguous() and transposed.is_contiguous()
-    calls, prepare = [], Products.prepare
-    monkeypatch.setattr(
-        Products, "prepare", lambda *args: calls.append(prepare(*args)) or calls[-1]
-    )
+    calls, prepare = [], Matmuls.prepare
+    monkeypatch.setattr(Matmuls, "prepare", lambda *args: calls.append(prepare(*args)) or calls[-1])
     train_in_bf16(model, optimizer, 0, 2, shape=(2, 32, 128), micro_batches=2)
     assert len(calls) == 2 * 2, "layers × steps, whatever the micro-batches"
     after = [t for operand in own._kept[True][:2] for t in operand[1:]]
@@ -196,7 +194,7 @@ def test_device_without_fp8_tensor_cores_is_refused(monkeypatch):
     model = Layer()
     sparsify(model, "ste")
     reason = "compute capability 8.6 has no fp8 tensor cores (8.9 is the first)"
-    monkeypatch.setattr(choice, "no_fp8_products", lambda device: reason)
+    monkeypatch.setattr(choice, "no_fp8_matmuls", lambda device: reason)
     with pytest.raises(ConfigError, match=r"no matmul can be in fp8: .*8\.6 has no"):
         sp.sparsify(Layer(), "ste", targets="fc", precision="fp8")
     model.to("cpu")  # back, from a GPU

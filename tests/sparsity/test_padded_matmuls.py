@@ -13,7 +13,7 @@ from torch import nn
 import sparsepretrain as sp
 from sparsepretrain import kernels
 from sparsepretrain.sparsity.matmuls import choice, sparse24
-from sparsepretrain.sparsity.matmuls.fp8 import fp8_products
+from sparsepretrain.sparsity.matmuls.fp8 import fp8_matmuls
 from sparsepretrain.sparsity.matmuls.sparse24 import packing
 from sparsepretrain.sparsity.matmuls.three import DENSE, Estimate
 
@@ -67,16 +67,16 @@ def test_padded_matmuls_equal_emulated_ones(method, kind, bias, dtype, sizes, mo
 @pytest.mark.parametrize("dtype", [torch.float16, BRAIN, torch.float8_e4m3fn])
 def test_padded_matmuls_equal_those_in_fp64(dtype, operand, dim, tokens, sizes):
     fp8 = dtype.itemsize == 1
-    base, dtype = (fp8_products("e4m3", False), BRAIN) if fp8 else (DENSE, dtype)
+    base, dtype = (fp8_matmuls("e4m3", False), BRAIN) if fp8 else (DENSE, dtype)
     case = choice.Case(operand, *sizes, tokens, dtype, dim, bias=True)
-    left, right, matmul, bias = choice.random_matmul(case, torch.device("cpu"))
-    names = {"fprop": ("Xf", "A"), "dgrad": ("P", "B"), "wgrad": ("U", "Xw")}[matmul.name]
-    product = getattr(packing(base, operand), matmul.name)
+    left, right, call, bias = choice.random_matmul(case, torch.device("cpu"))
+    names = {"fprop": ("Xf", "A"), "dgrad": ("P", "B"), "wgrad": ("U", "Xw")}[call.name]
+    product = getattr(packing(base, operand), call.name)
     pair = product.prepare(left, names[0]), product.prepare(right, names[1])
     assert [each.kind.startswith("sparse24") for each in pair] == [
         name == operand for name in names
     ]
-    got = product(matmul, *pair, bias)
+    got = product(call, *pair, bias)
 
     def exact(x, name):
         x = x.grad if isinstance(x, Estimate) else x
@@ -84,8 +84,8 @@ def test_padded_matmuls_equal_those_in_fp64(dtype, operand, dim, tokens, sizes):
         return kernels.dequantize_fp8(*encoded[1:]).double() if fp8 else encoded.data.double()
 
     left, right = exact(left, names[0]), exact(right, names[1])
-    expected = matmul.dense(left, right, None if bias is None else bias.double())
-    spread = matmul.dense(left.abs(), right.abs(), None if bias is None else bias.abs().double())
+    expected = call.dense(left, right, None if bias is None else bias.double())
+    spread = call.dense(left.abs(), right.abs(), None if bias is None else bias.abs().double())
     slack = torch.finfo(got.dtype).eps * expected.abs() + 2.0**-16 * spread
     assert got.shape == expected.shape and got.is_contiguous()
     assert bool(((got - expected).abs() <= slack).all())
@@ -132,7 +132,7 @@ def test_stored_padded_operands_keep_their_memory_and_are_packed_once_per_step(m
     handle = sparsify(model, "slope")
     optimizer = attached(handle, torch.optim.SGD(model.parameters(), lr=0.1))
     handle.store_operands(BRAIN)
-    handle.choose_products({"0.fc": (2, 8, 36)})
+    handle.choose_matmuls({"0.fc": (2, 8, 36)})
     own, calls = handle.layers["0.fc"].operands, []
     addresses = [part.data.data_ptr() for part in own._kept[True][:2]]
 
@@ -177,7 +177,7 @@ def test_auto_times_the_padded_sizes_of_training(method, monkeypatch):
     model = Layer(inputs=36, outputs=20)
     handle = sparsify(model, method, "auto")
     handle.store_operands(BRAIN)
-    handle.choose_products({"fc": (2, 8, 36)})
+    handle.choose_matmuls({"fc": (2, 8, 36)})
     timed = set(sizes)
     sizes.clear()
     outputs(model, BRAIN, (2, 8))

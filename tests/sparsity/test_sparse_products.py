@@ -93,7 +93,7 @@ def test_weights_are_packed_once_per_step(
     handle = sparsify(model, method, options)
     optimizer = attached(handle, torch.optim.SGD(model.parameters(), lr=0.1))
     handle.store_operands(torch.bfloat16)
-    handle.choose_products({"0.fc": (2, 8, 128), "2.fc": (2, 8, 128)})
+    handle.choose_matmuls({"0.fc": (2, 8, 128), "2.fc": (2, 8, 128)})
     own = handle.layers["0.fc"].operands
     addresses = [part.data.data_ptr() for part in own._kept[True][:2]]
     calls = []
@@ -248,7 +248,7 @@ def test_auto_counts_the_packing_of_weights_once_per_step(micro_batches, packs, 
     model = Layer()
     handle = sparsify(model, "tsrste", backend="auto")
     handle.store_operands(torch.bfloat16)
-    handle.choose_products({"fc": (2, 8, 128)}, micro_batches)
+    handle.choose_matmuls({"fc": (2, 8, 128)}, micro_batches)
     assert model.fc.operands.matmuls.packs == packs
 
 
@@ -265,7 +265,7 @@ def test_only_the_packed_operand_of_a_timing_has_zeros(method, monkeypatch):
     monkeypatch.setattr(sparse24, "matmul_24", multiply)
     handle = sparsify(Layer(), method, backend="auto")
     handle.store_operands(torch.bfloat16)
-    handle.choose_products({"fc": (2, 256, 128)})
+    handle.choose_matmuls({"fc": (2, 256, 128)})
     assert len(seen) >= len(PACKED[method]) and max(seen) < 1e-3
 
 

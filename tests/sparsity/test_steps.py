@@ -457,7 +457,7 @@ def test_bad_operand_dtypes_and_shapes_are_refused():
     with pytest.raises(ConfigError, match=r"torch\.int64"):
         sparsifier.store_operands(torch.int64)
     with pytest.raises(ConfigError, match="no shape for fc2"):
-        sparsifier.choose_products({"fc1": (2, 16), "nope": (2, 16)})
+        sparsifier.choose_matmuls({"fc1": (2, 16), "nope": (2, 16)})
     densify(model)
     with pytest.raises(ConfigError, match="densified"):
         sparsifier.refresh()

@@ -109,7 +109,7 @@ def test_fp8_trains_like_simulated_fp8(backend, tiny, supported, monkeypatch, ca
     given = ("sparsity=tsrste", *recipe, "model.n_embd=128")
     simulated = losses(tiny.train("precision=fp8_sim", *given))
     with monkeypatch.context() as patch:
-        patch.setattr(choice, "no_fp8_products", lambda device: "")
+        patch.setattr(choice, "no_fp8_matmuls", lambda device: "")
         outcome = tiny.train("precision=fp8", *given, f"backend={backend}")
         assert cli.main(["train", *tiny.overrides("precision=fp8", *given), "--dry-run"]) == 0
     shown = capsys.readouterr().out

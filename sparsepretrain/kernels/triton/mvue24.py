@@ -158,7 +158,7 @@ def _estimate(x0, x1, x2, x3, r0, r1, max_value, EXACT: tl.constexpr):
 
 @triton.jit(do_not_specialize=KEY_ARGUMENTS)
 def _mvue_kernel(
-    x, out, n_rows, n_groups, uniforms_ptr, clock_ptr, k0, k1, layer, product, offset, max_value,
+    x, out, n_rows, n_groups, uniforms_ptr, clock_ptr, k0, k1, layer, matmul, offset, max_value,
     TILE: tl.constexpr, EXACT: tl.constexpr, HAS_UNIFORMS: tl.constexpr,
 ):  # fmt: skip
     row, start = program_tile(n_rows, n_groups, TILE)
@@ -171,7 +171,7 @@ def _mvue_kernel(
         r0 = tl.load(ptrs, mask, 0)
         r1 = tl.load(ptrs + (DRAWS - 1), mask, 0)
     else:
-        words = key_words(clock_ptr, k0, k1, layer, product, offset)
+        words = key_words(clock_ptr, k0, k1, layer, matmul, offset)
         first, second = draw_bits(group[None, :], row[:, None], words)
         r0, r1 = to_uniform(first), to_uniform(second)
     y0, y1, y2, y3 = _estimate(x0, x1, x2, x3, r0, r1, max_value, EXACT)

@@ -18,7 +18,7 @@ from sparsepretrain.kernels.keys import LOW_32, AnyKey, ClockKey, NoiseKey
 from sparsepretrain.kernels.triton.launch import launch_groups, operator
 from sparsepretrain.kernels.triton.tiles import element_offsets, program_tile
 
-KEY_ARGUMENTS = ("clock_ptr", "k0", "k1", "layer", "product", "offset")
+KEY_ARGUMENTS = ("clock_ptr", "k0", "k1", "layer", "matmul", "offset")
 """Arguments of :func:`key_words` in kernels: a new value must not compile a new variant."""
 
 
@@ -71,7 +71,7 @@ def _load_uint32(x):
 
 
 @triton.jit
-def key_words(clock_ptr, k0, k1, layer, product, offset):
+def key_words(clock_ptr, k0, k1, layer, matmul, offset):
     """Return (k0, k1, offset) as uint32.
 
     With a clock, (completed steps, micro-batch), the key is derived here: k0 and k1 are then the
@@ -81,7 +81,7 @@ def key_words(clock_ptr, k0, k1, layer, product, offset):
     if clock_ptr is not None:
         step, micro = tl.load(clock_ptr), tl.load(clock_ptr + 1)
         low, high = step.to(tl.uint32), (step >> 32).to(tl.uint32)
-        k0, k1, _, _ = philox(low, _load_uint32(layer), _load_uint32(product), high, k0, k1)
+        k0, k1, _, _ = philox(low, _load_uint32(layer), _load_uint32(matmul), high, k0, k1)
         # Triton 3.5 has no tl.mul
         offset = tl.core.mul(micro.to(tl.uint32), offset, sanitize_overflow=False)
     return k0, k1, offset
@@ -105,13 +105,13 @@ def to_uniform(word):
 
 @triton.jit(do_not_specialize=KEY_ARGUMENTS)
 def _noise_kernel(
-    out, out2, n_features, n_groups, clock_ptr, k0, k1, layer, product, offset,
+    out, out2, n_features, n_groups, clock_ptr, k0, k1, layer, matmul, offset,
     TILE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     feature, start = program_tile(n_features, n_groups, TILE)
     group = start + tl.arange(0, TILE.GROUPS)
     mask = (feature < n_features)[:, None] & (group < n_groups)[None, :]
-    words = key_words(clock_ptr, k0, k1, layer, product, offset)
+    words = key_words(clock_ptr, k0, k1, layer, matmul, offset)
     first, second = draw_bits(group[None, :], feature[:, None], words)
     offsets = element_offsets(out, feature, group)
     tl.store(out.ptr + offsets, to_uniform(first), mask)

@@ -50,14 +50,14 @@ def _random_top_n_mask(keys, row, group, words, N: tl.constexpr, M: tl.constexpr
 
 @triton.jit(do_not_specialize=KEY_ARGUMENTS)
 def _prune_24_kernel(
-    x, out, n_rows, n_groups, clock_ptr, k0, k1, layer, product, offset, scale,
+    x, out, n_rows, n_groups, clock_ptr, k0, k1, layer, matmul, offset, scale,
     TILE: tl.constexpr, RANDOM: tl.constexpr,
 ):  # fmt: skip
     row, start = program_tile(n_rows, n_groups, TILE)
     x0, x1, x2, x3 = load_groups4(x, row_offsets(x, row), start, row < n_rows, n_groups, TILE)
     if RANDOM:
         token, element = row[:, None], ((start + tl.arange(0, TILE.GROUPS)) * 4)[None, :]
-        words = key_words(clock_ptr, k0, k1, layer, product, offset)
+        words = key_words(clock_ptr, k0, k1, layer, matmul, offset)
         keep0, keep1, keep2, keep3 = top_2_of_4(
             _random_keys(token, element, words), _random_keys(token, element + 1, words),
             _random_keys(token, element + 2, words), _random_keys(token, element + 3, words),
@@ -75,14 +75,14 @@ def _prune_24_kernel(
 
 @triton.jit(do_not_specialize=KEY_ARGUMENTS)
 def _prune_nm_kernel(
-    x, out, n_rows, n_groups, clock_ptr, k0, k1, layer, product, offset, scale,
+    x, out, n_rows, n_groups, clock_ptr, k0, k1, layer, matmul, offset, scale,
     TILE: tl.constexpr, N: tl.constexpr, M: tl.constexpr, RANDOM: tl.constexpr,
 ):  # fmt: skip
     row, start = program_tile(n_rows, n_groups, TILE)
     group, group_mask, _, element, mask = group_indices(row, start, n_rows, n_groups, TILE, M)
     values = load_groups(x, row, element, mask)
     if RANDOM:
-        words = key_words(clock_ptr, k0, k1, layer, product, offset)
+        words = key_words(clock_ptr, k0, k1, layer, matmul, offset)
         keys = _random_keys(row[:, None, None], element, words)
         keep = _random_top_n_mask(keys, row, group, words, N, M)
         values = values * scale

@@ -23,7 +23,7 @@ from sparsepretrain.sparsity.engine.model_state import ModelState
 from sparsepretrain.sparsity.engine.operands import LayerOperands
 from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK, LayerState
 from sparsepretrain.sparsity.matmuls.geometry import Geometry, Linear
-from sparsepretrain.sparsity.matmuls.three import Estimate, Matmul, Operands, Prepared, Products
+from sparsepretrain.sparsity.matmuls.three import Estimate, MatmulCall, Matmuls, Operands, Prepared
 from sparsepretrain.sparsity.method import Method, title
 from sparsepretrain.sparsity.operand_table import DGRAD, WGRAD, G, X
 
@@ -40,7 +40,7 @@ class SparseMatmul(torch.autograd.Function):
         operands: Operands,
         layer: LayerOperands | None,
         geometry: Geometry,
-        products: Products,
+        matmuls: Matmuls,
         reading: ClockReading,
         micro_batches: MicroBatches | None,
     ) -> Tensor:
@@ -53,22 +53,22 @@ class SparseMatmul(torch.autograd.Function):
             operands: A, B and the factor of dW.
             layer: its method gives Xf, Xw, P and U; None: X and G as they are.
             geometry: linear layer or convolution.
-            products: compute the three matmuls.
+            matmuls: compute the three matmuls.
             reading: (completed steps, micro-batch), which key the draws of the backward.
             micro_batches: hear of the backward; None: nothing is numbered.
         """
         # Attributes keep the values of this forward when checkpointing recomputes saved tensors.
         ctx.reading, ctx.micro_batches = reading, micro_batches
-        ctx.layer, ctx.geometry, ctx.products = layer, geometry, products
+        ctx.layer, ctx.geometry, ctx.matmuls = layer, geometry, matmuls
         ctx.shapes = x.shape, target.shape
         ctx.dtypes = x.dtype, target.dtype, None if bias is None else bias.dtype
-        fprop, _, wgrad = products
+        fprop, _, wgrad = matmuls
         xf, xw = _inputs(layer, x)
         left = fprop.prepare(xf, "Xf")
         same = xw is xf and wgrad.format("Xw") == fprop.format("Xf")
         kept = left if same else wgrad.prepare(xw, "Xw")
         shape = *x.shape[:-1], geometry.out_features(target)
-        y = fprop(Matmul("fprop", geometry, shape, x.dtype), left, operands.A, bias)
+        y = fprop(MatmulCall("fprop", geometry, shape, x.dtype), left, operands.A, bias)
         b = operands.A if operands.B is None else operands.B
         ctx.kinds = b.kind, kept.kind
         # Saved tensors, although B is also in the cache of the layer: stored operands are rewritten
@@ -82,7 +82,7 @@ class SparseMatmul(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return dX, dW and db."""
         b, b_scale, wgrad_scale, x, x_scale = ctx.saved_tensors
-        layer, geometry, (_, dgrad, wgrad) = ctx.layer, ctx.geometry, ctx.products
+        layer, geometry, (_, dgrad, wgrad) = ctx.layer, ctx.geometry, ctx.matmuls
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         dx = dw = db = None
         if ctx.micro_batches is not None:
@@ -93,13 +93,13 @@ class SparseMatmul(torch.autograd.Function):
             db = geometry.bgrad(grad, wide).to(ctx.dtypes[2])
         if need_dx:
             pruned = dgrad.prepare(_pruned(layer, geometry, ctx.reading, grad), "P")
-            matmul = Matmul("dgrad", geometry, ctx.shapes[0], grad.dtype)
-            dx = dgrad(matmul, pruned, Prepared(ctx.kinds[0], b, b_scale)).to(ctx.dtypes[0])
+            call = MatmulCall("dgrad", geometry, ctx.shapes[0], grad.dtype)
+            dx = dgrad(call, pruned, Prepared(ctx.kinds[0], b, b_scale)).to(ctx.dtypes[0])
         if need_dw:
             draw = partial(_sampled, layer, geometry, ctx.reading)
             estimate = wgrad.prepare(Estimate(grad, draw), "U")
-            matmul = Matmul("wgrad", geometry, ctx.shapes[1], torch.float32)
-            dw = wgrad(matmul, estimate, Prepared(ctx.kinds[1], x, x_scale)).to(ctx.dtypes[1])
+            call = MatmulCall("wgrad", geometry, ctx.shapes[1], torch.float32)
+            dw = wgrad(call, estimate, Prepared(ctx.kinds[1], x, x_scale)).to(ctx.dtypes[1])
             dw = dw if wgrad_scale is None else dw * wgrad_scale
         return dx, dw, db, None, None, None, None, None, None
 

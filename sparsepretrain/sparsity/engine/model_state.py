@@ -81,7 +81,7 @@ class ModelState:
 
     @property
     def label(self) -> str:
-        """Precision and backend in a word or two; "" if products are dense and follow autocast."""
+        """Precision and backend in a word or two; "" if matmuls are dense and follow autocast."""
         words = [str(self.precision).partition(":")[0]] if self.precision else []
         return " ".join([*words, self.backend.name] if self.backend else words)
 

@@ -1,4 +1,4 @@
-"""Choose the products of each layer: dense, in fp8 or sparse, with the reasons."""
+"""Choose the matmuls of each layer: dense, in fp8 or sparse, with the reasons."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from sparsepretrain.config.strict import build
 from sparsepretrain.errors import ConfigError, Problems, one_line
-from sparsepretrain.kernels import no_fp8_products
+from sparsepretrain.kernels import no_fp8_matmuls
 from sparsepretrain.kernels.cusparselt.packed24 import searching, unsupported
 from sparsepretrain.kernels.fp8 import FP8_MULTIPLE
 from sparsepretrain.kernels.hardware import broken
 from sparsepretrain.kernels.timing import medians
-from sparsepretrain.sparsity.matmuls.fp8 import fp8_products
+from sparsepretrain.sparsity.matmuls.fp8 import fp8_matmuls
 from sparsepretrain.sparsity.matmuls.geometry import Linear
 from sparsepretrain.sparsity.matmuls.sparse24 import (
     PACKED,
@@ -31,11 +31,11 @@ from sparsepretrain.sparsity.matmuls.sparse24 import (
 from sparsepretrain.sparsity.matmuls.three import (
     DENSE,
     MATMUL_OF,
-    Dense,
     Estimate,
     Matmul,
+    MatmulCall,
+    Matmuls,
     Prepared,
-    Products,
 )
 from sparsepretrain.sparsity.method import Method
 from sparsepretrain.sparsity.operand_table import Row
@@ -48,7 +48,7 @@ class FP8Precision:
     name: Literal["fp8", "fp8_sim"]
     """Tensor cores, or the same values multiplied in wider types on any device."""
     recipe: Literal["hybrid", "reference", "e4m3"] = "hybrid"
-    """See :func:`~sparsepretrain.sparsity.matmuls.fp8.fp8_products`."""
+    """See :func:`~sparsepretrain.sparsity.matmuls.fp8.fp8_matmuls`."""
 
     def problems(self) -> Problems:
         """Yield (key, message) of options that do not fit together."""
@@ -56,7 +56,7 @@ class FP8Precision:
             yield "recipe", "must be one of hybrid, e4m3: no hardware multiplies e5m2×e5m2"
 
     def __str__(self) -> str:
-        fprop, dgrad, _ = fp8_products(self.recipe, True)
+        fprop, dgrad, _ = fp8_matmuls(self.recipe, True)
         return (
             f"{self.name} {self.recipe}: fprop {fprop.format('Xf')}×{fprop.format('A')}, "
             f"dgrad and wgrad {dgrad.format('P')}×{dgrad.format('B')}"
@@ -70,7 +70,7 @@ class FP8Precision:
     def require_here(self, device: torch.device) -> None:
         """Refuse a device without fp8 tensor cores, unless fp8 is simulated (ConfigError)."""
         if self.name == "fp8":
-            self.require([no_fp8_products(device)])
+            self.require([no_fp8_matmuls(device)])
 
     def require(self, reasons: Iterable[str]) -> None:
         """Refuse a device or a model without a single fp8 matmul.
@@ -87,7 +87,7 @@ class FP8Precision:
 
 
 def precision_of(precision: str | dict[str, str] | FP8Precision | None) -> FP8Precision | None:
-    """Return the formats of ``sparsify(precision=…)``; None: products follow autocast."""
+    """Return the formats of ``sparsify(precision=…)``; None: matmuls follow autocast."""
     if precision is None or isinstance(precision, FP8Precision):
         return precision
     given = {"name": precision} if isinstance(precision, str) else precision
@@ -101,7 +101,7 @@ def precision_of(precision: str | dict[str, str] | FP8Precision | None) -> FP8Pr
 
 
 class LayerSize(NamedTuple):
-    """The stored weight of a layer, as far as the choice of products depends on it."""
+    """The stored weight of a layer, as far as the choice of matmuls depends on it."""
 
     shape: tuple[int, ...]
     dim: int  # axis of in_features
@@ -124,8 +124,8 @@ class LayerSize(NamedTuple):
         return ", ".join(odd)
 
 
-def unpacked_products(precision: FP8Precision | None, size: LayerSize) -> tuple[Products, str]:
-    """Return the products of a layer without packing.
+def unpacked_matmuls(precision: FP8Precision | None, size: LayerSize) -> tuple[Matmuls, str]:
+    """Return the matmuls of a layer without packing.
 
     Also return the reason for which they simulate fp8 if tensor cores were asked for, or "".
     """
@@ -133,9 +133,9 @@ def unpacked_products(precision: FP8Precision | None, size: LayerSize) -> tuple[
         return DENSE, ""
     why = ""
     if precision.name == "fp8":
-        why = "" if size.device.type == "meta" else no_fp8_products(size.device)
+        why = "" if size.device.type == "meta" else no_fp8_matmuls(size.device)
         why = why or size.misfit(FP8_MULTIPLE)
-    return fp8_products(precision.recipe, precision.name == "fp8_sim" or bool(why)), why
+    return fp8_matmuls(precision.recipe, precision.name == "fp8_sim" or bool(why)), why
 
 
 class Case(NamedTuple):
@@ -184,7 +184,7 @@ class Backend:
         """Micro-batches of a step, which share packed weights; 1 if not known."""
         self.trials: dict[Case, Trial] = {}
 
-    def reasons(self, row: Row, size: LayerSize, base: Products) -> dict[str, str]:
+    def reasons(self, row: Row, size: LayerSize, base: Matmuls) -> dict[str, str]:
         """Return N:M operand -> the reason for which it cannot be packed; "": it can."""
         device = self.device if size.device.type == "meta" else size.device
         missing = "" if device is None else unsupported(device, fp8=uses_fp8(base)) or ""
@@ -196,8 +196,8 @@ class Backend:
             if operand.pattern != (2, 4):
                 why = "{}:{}, not 2:4".format(*operand.pattern)
             elif not why:
-                product = getattr(base, MATMUL_OF[name])
-                why = cannot_pack(product) or missing or size.no_matrix()
+                matmul = getattr(base, MATMUL_OF[name])
+                why = cannot_pack(matmul) or missing or size.no_matrix()
             found[name] = why
         return found
 
@@ -219,34 +219,34 @@ class Backend:
             return
         base = DENSE
         if precision is not None:
-            base = fp8_products(precision.recipe, precision.name == "fp8_sim")
+            base = fp8_matmuls(precision.recipe, precision.name == "fp8_sim")
         if why := unsupported(device, fp8=uses_fp8(base)) or cannot_pack(base.fprop, dtype):
             raise ConfigError(f"backend={self.name}: {why}: backend=auto or emulate trains")
 
     @torch.no_grad()
-    def attempt(self, case: Case, device: torch.device, base: Products) -> Trial:
+    def attempt(self, case: Case, device: torch.device, base: Matmuls) -> Trial:
         """Run one sparse matmul on random numbers; ``auto`` also times it against ``base``."""
-        left, right, matmul, bias = random_matmul(case, device)
-        names = {"fprop": ("Xf", "A"), "dgrad": ("P", "B"), "wgrad": ("U", "Xw")}[matmul.name]
-        products = {
-            "emulated": getattr(base, matmul.name),
-            "sparse": getattr(packing(base, case.operand), matmul.name),
+        left, right, call, bias = random_matmul(case, device)
+        names = {"fprop": ("Xf", "A"), "dgrad": ("P", "B"), "wgrad": ("U", "Xw")}[call.name]
+        matmuls = {
+            "emulated": getattr(base, call.name),
+            "sparse": getattr(packing(base, case.operand), call.name),
         }
 
-        def run(product: Dense, prepared: Prepared | None = None) -> Tensor:
-            a = product.prepare(left, names[0])
-            return product(matmul, a, prepared or product.prepare(right, names[1]), bias)
+        def run(matmul: Matmul, prepared: Prepared | None = None) -> Tensor:
+            a = matmul.prepare(left, names[0])
+            return matmul(call, a, prepared or matmul.prepare(right, names[1]), bias)
 
         works: dict[str, Callable[[], Tensor]] = {}
         times: dict[str, float] = {}
         try:
             with searching():
-                run(products["sparse"])
+                run(matmuls["sparse"])
             if self.name == "auto":
-                for name, product in products.items():
-                    works[name] = partial(run, product, product.prepare(right, names[1]))
+                for name, matmul in matmuls.items():
+                    works[name] = partial(run, matmul, matmul.prepare(right, names[1]))
                     if case.operand in ("A", "B"):
-                        works[f"first {name}"] = partial(run, product)
+                        works[f"first {name}"] = partial(run, matmul)
                 times = medians(works, device)
         except (RuntimeError, ValueError) as error:  # raised by the library, or for a size
             if broken(error, device):
@@ -265,7 +265,7 @@ class Backend:
         rows = []
         for case, trial in self.trials.items():
             runs = {
-                "product": MATMUL_OF[case.operand],
+                "matmul": MATMUL_OF[case.operand],
                 "runs": "emulated" if trial.objection else "sparse",
             }
             dtype = {"dtype": str(case.dtype).removeprefix("torch.")}
@@ -273,12 +273,12 @@ class Backend:
         return rows
 
 
-class LayerProducts:
-    """The products of one layer, chosen for its size, device and first inputs.
+class LayerMatmuls:
+    """The matmuls of one layer, chosen for its size, device and first inputs.
 
     Args:
         method: reads the present row; see :class:`~sparsepretrain.sparsity.method.Method`.
-        precision: None: products follow autocast.
+        precision: None: matmuls follow autocast.
         backend: None: no operand is packed.
         size: of the stored weight.
         sharded: the weight is prepared for FSDP, whose operands are not packed.
@@ -294,13 +294,13 @@ class LayerProducts:
         sharded: bool = False,
     ) -> None:
         self.method, self.precision, self.backend, self.size = method, precision, backend, size
-        self.base, self.simulated = unpacked_products(precision, size)
+        self.base, self.simulated = unpacked_matmuls(precision, size)
         self.reasons: dict[str, str] = {}
         """N:M operand -> the reason for which it is not packed; "": it is."""
         self.packs = ""
         """Operands that are packed while their row is 2:4."""
         self.is_final = False
-        """True once the products were tried with inputs of the layer."""
+        """True once the matmuls were tried with inputs of the layer."""
         if backend is None:
             return
         self.reasons = backend.reasons(method.sparse_row, size, self.base)
@@ -309,10 +309,10 @@ class LayerProducts:
         if backend.name != "auto":
             self.packs = self._possible
 
-    def on(self, device: torch.device, *, sharded: bool) -> LayerProducts:
-        """Return the products of the same layer on ``device``, not tried yet."""
+    def on(self, device: torch.device, *, sharded: bool) -> LayerMatmuls:
+        """Return the matmuls of the same layer on ``device``, not tried yet."""
         size = self.size._replace(device=device)
-        return LayerProducts(self.method, self.precision, self.backend, size, sharded=sharded)
+        return LayerMatmuls(self.method, self.precision, self.backend, size, sharded=sharded)
 
     @property
     def _possible(self) -> str:
@@ -323,8 +323,8 @@ class LayerProducts:
         words = {name: padding(self.base, name, *self.size.features()) for name in self._possible}
         return {name: text for name, text in words.items() if text}
 
-    def now(self, dtype: torch.dtype, training: bool) -> Products:
-        """Return the products of the present phase."""
+    def now(self, dtype: torch.dtype, training: bool) -> Matmuls:
+        """Return the matmuls of the present phase."""
         if not training:
             return DENSE
         if not self.packs:
@@ -339,7 +339,7 @@ class LayerProducts:
     def try_inputs(
         self, weight: Tensor, inputs: Sequence[int], dtype: torch.dtype, *, bias: bool
     ) -> bool:
-        """Try the possible products with inputs of one shape; return True if packing changed.
+        """Try the possible matmuls with inputs of one shape; return True if packing changed.
 
         Args:
             weight: of the layer, as stored.
@@ -369,20 +369,20 @@ class LayerProducts:
         return self.packs != before
 
 
-def objection(operand: str, tokens: Sequence[int], dtype: torch.dtype, base: Products) -> str:
+def objection(operand: str, tokens: Sequence[int], dtype: torch.dtype, base: Matmuls) -> str:
     """Return the reason for which tokens (…, tokens of a sample) have no sparse matmul, or ""."""
     why = cannot_pack(getattr(base, MATMUL_OF[operand]), dtype)
     return why or (straddles(tuple(tokens)) if operand == "U" else "")
 
 
-def uses_fp8(base: Products) -> bool:
-    """Return True if the products run on fp8 tensor cores."""
+def uses_fp8(base: Matmuls) -> bool:
+    """Return True if the matmuls run on fp8 tensor cores."""
     return base.fprop.rounds and not cannot_pack(base.fprop)
 
 
 def random_matmul(
     case: Case, device: torch.device
-) -> tuple[Tensor | Estimate, Tensor, Matmul, Tensor | None]:
+) -> tuple[Tensor | Estimate, Tensor, MatmulCall, Tensor | None]:
     """Return left and right operands, their matmul and a bias, with zeros in the packed operand.
 
     More zeros would make the dense matmul faster than it is in training.
@@ -404,12 +404,12 @@ def random_matmul(
     bias = draw(1, out)[0] if case.bias and name == "fprop" else None
     geometry = Linear(dim)
     if name == "fprop":
-        return x, weight, Matmul("fprop", geometry, grad.shape, case.dtype), bias
+        return x, weight, MatmulCall("fprop", geometry, grad.shape, case.dtype), bias
     if name == "dgrad":
-        return grad, weight, Matmul("dgrad", geometry, x.shape, case.dtype), bias
+        return grad, weight, MatmulCall("dgrad", geometry, x.shape, case.dtype), bias
     shape = (out, inputs) if dim else (inputs, out)
     estimate = Estimate(grad, lambda g, order: g)
-    return estimate, x, Matmul("wgrad", geometry, shape, torch.float32), bias
+    return estimate, x, MatmulCall("wgrad", geometry, shape, torch.float32), bias
 
 
 def backend_of(backend: str | Backend) -> Backend | None:

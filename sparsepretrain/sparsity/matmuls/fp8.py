@@ -13,14 +13,14 @@ from torch import Tensor
 from sparsepretrain.kernels import dequantize_fp8, matmul_fp8, quantize_fp8
 from sparsepretrain.kernels.fp8 import FP8_MULTIPLE
 from sparsepretrain.sparsity.matmuls.geometry import Linear
-from sparsepretrain.sparsity.matmuls.three import Dense, Kind, Matmul, Prepared, Products
+from sparsepretrain.sparsity.matmuls.three import Kind, Matmul, MatmulCall, Matmuls, Prepared
 
 LEFT = ("Xf", "P", "U")
 """Left operands of the matmuls."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class FP8(Dense):
+class FP8(Matmul):
     """Multiply operands with fp8 values and per-tensor scales.
 
     Current scaling has no history (S-STE section 5), so checkpoints hold no scales. Scales are
@@ -54,31 +54,31 @@ class FP8(Dense):
         return encoded.view(q)
 
     def __call__(
-        self, matmul: Matmul, left: Prepared, right: Prepared, bias: Tensor | None = None
+        self, call: MatmulCall, left: Prepared, right: Prepared, bias: Tensor | None = None
     ) -> Tensor:
-        if self.dequantizes(matmul, left.data):
+        if self.dequantizes(call, left.data):
             # fp8 values are exact in fp32, so only the sums differ from those of tensor cores
             a, b = (dequantize_fp8(q.data, scale_of(q)) for q in (left, right))
-            y = matmul.dense(a, b, None if bias is None else bias.float())
+            y = call.dense(a, b, None if bias is None else bias.float())
             # torch 2.11 compiles a cast that changes nothing here to gradients of zero
-            return y if y.dtype == matmul.dtype else y.to(matmul.dtype)
-        left, right = matmul.matrices(left, right)
+            return y if y.dtype == call.dtype else y.to(call.dtype)
+        left, right = call.matrices(left, right)
         a, b = left.data, right.data
         if not self.simulate:
             missing = -a.shape[1] % FP8_MULTIPLE
             a, b = (F.pad(q, (0, missing)) if missing else q.contiguous() for q in (a, b))
         scales, backend = (scale_of(left), scale_of(right)), "reference" if self.simulate else None
-        y = matmul_fp8(a, b, *scales, bias, out_dtype=matmul.dtype, backend=backend)
-        return y.view(matmul.shape)
+        y = matmul_fp8(a, b, *scales, bias, out_dtype=call.dtype, backend=backend)
+        return y.view(call.shape)
 
-    def dequantizes(self, matmul: Matmul, x: Tensor) -> bool:
+    def dequantizes(self, call: MatmulCall, x: Tensor) -> bool:
         """Return True if operands are converted to fp32 first: in convolutions and on CPUs."""
-        return self.simulate and not (isinstance(matmul.geometry, Linear) and x.is_cuda)
+        return self.simulate and not (isinstance(call.geometry, Linear) and x.is_cuda)
 
 
 @functools.cache
-def fp8_products(recipe: str, simulate: bool) -> Products:
-    """Return fp8 products: e4m3 in fprop, and in dgrad and wgrad the formats of ``recipe``.
+def fp8_matmuls(recipe: str, simulate: bool) -> Matmuls:
+    """Return fp8 matmuls: e4m3 in fprop, and in dgrad and wgrad the formats of ``recipe``.
 
     ``hybrid``: e5m2 × e4m3, which fp8 libraries offer. ``reference``: e5m2 × e5m2, as in the
     authors' code (thu-ml/2by4-pretrain-acc-examples, v2). ``e4m3``: e4m3 × e4m3, the only pair that
@@ -91,7 +91,7 @@ def fp8_products(recipe: str, simulate: bool) -> Products:
     }[recipe]
     forward = FP8(left="e4m3", right="e4m3", simulate=simulate)
     backward = FP8(left=left, right=right, simulate=simulate)
-    return Products(forward, backward, backward)
+    return Matmuls(forward, backward, backward)
 
 
 def scale_of(operand: Prepared) -> Tensor:

@@ -18,27 +18,27 @@ from sparsepretrain.sparsity.matmuls.fp8 import FP8, scale_of
 from sparsepretrain.sparsity.matmuls.geometry import Linear, rows_of
 from sparsepretrain.sparsity.matmuls.three import (
     MATMUL_OF,
-    Dense,
     Kind,
     Matmul,
+    MatmulCall,
+    Matmuls,
     Prepared,
-    Products,
 )
 
 PACKED = ("A", "B", "P", "U")
-"""Operands that a sparse product can pack."""
+"""Operands that a sparse matmul can pack."""
 TOKENS = 512
-"""Sparse products pad their tokens with zeros to a multiple of this.
+"""Sparse matmuls pad their tokens with zeros to a multiple of this.
 
 Each new size of a matmul is checked against fp64 once, which takes a few milliseconds of training.
 With padding, token counts that change from batch to batch (translation, fine-tuning) share a few
-sizes. At 16k tokens padding costs at most 3 % of a product, which ``auto`` includes in
+sizes. At 16k tokens padding costs at most 3 % of a matmul, which ``auto`` includes in
 its timing. 512 is a multiple of every size in :data:`LIMITS`. Widths are padded to those alone.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sparse24(Dense):
+class Sparse24(Matmul):
     """Pack one 2:4 operand and multiply with cuSPARSELt in the dtype of X.
 
     Sums are in fp32 and rounded once, as in dense matmuls, but in another order. Operands are
@@ -66,10 +66,10 @@ class Sparse24(Dense):
         return compress_24(padded(x if operand == "A" else x.t(), rows, columns))
 
     def __call__(
-        self, matmul: Matmul, left: Prepared, right: Prepared, bias: Tensor | None = None
+        self, call: MatmulCall, left: Prepared, right: Prepared, bias: Tensor | None = None
     ) -> Tensor:
         if self.kind not in (left.kind, right.kind):
-            return super().__call__(matmul, left, right, bias)
+            return super().__call__(call, left, right, bias)
         _, columns, dense, _ = self.limits
         if right.kind == self.kind:  # Yᵀ = A·Xᵀ + b, dXᵀ = Bᵀ·Gᵀ
             x = padded(rows_of(left.data), TOKENS, columns)
@@ -78,15 +78,15 @@ class Sparse24(Dense):
                 bias = F.pad(bias, (0, missing)) if missing else bias
                 bias = bias.to(x.dtype)
             y = matmul_24(right.data, x, bias, transpose_dense=True, transpose_result=True)
-        elif matmul.name == "dgrad":  # dX = P(G)·B
+        elif call.name == "dgrad":  # dX = P(G)·B
             turned = right.data.t().is_contiguous()  # Conv1D stores (in, out)
             multiples = (dense, columns) if turned else (columns, dense)
             weight = padded(right.data.t() if turned else right.data, *multiples)
             y = matmul_24(left.data, weight, transpose_dense=turned)
         else:  # dW = U(G)ᵀ·X, or its transpose
             x = padded(rows_of(right.data), TOKENS, dense)
-            y = matmul_24(left.data, x, transpose_result=matmul.geometry != Linear(1))
-        return cut(y, matmul.shape).contiguous()
+            y = matmul_24(left.data, x, transpose_result=call.geometry != Linear(1))
+        return cut(y, call.shape).contiguous()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,45 +100,45 @@ class Sparse24FP8(Sparse24, FP8):
     limits: ClassVar[Limits] = LIMITS[torch.float8_e4m3fn]
 
     def __call__(
-        self, matmul: Matmul, left: Prepared, right: Prepared, bias: Tensor | None = None
+        self, call: MatmulCall, left: Prepared, right: Prepared, bias: Tensor | None = None
     ) -> Tensor:
         if self.kind not in (left.kind, right.kind):
-            return super().__call__(matmul, left, right, bias)
+            return super().__call__(call, left, right, bias)
         _, columns, dense, _ = self.limits
         # fp8 has kernels for one layout only: packed·denseᵀ with rows along the sum
         multiply = functools.partial(matmul_24, transpose_dense=True, out_dtype=torch.float32)
         if right.kind == self.kind:
             x = padded(rows_of(left.data), TOKENS, columns)
             y = multiply(right.data, x, transpose_result=True)
-        elif matmul.name == "dgrad":
+        elif call.name == "dgrad":
             y = multiply(left.data, padded(right.data.t(), dense, columns))
         else:
             x = padded(rows_of(right.data).t(), dense, TOKENS)
-            y = multiply(left.data, x, transpose_result=matmul.geometry != Linear(1))
+            y = multiply(left.data, x, transpose_result=call.geometry != Linear(1))
         scales = scale_of(left), scale_of(right)
-        return unscaled(cut(y, matmul.shape), *scales, bias, out_dtype=matmul.dtype)
+        return unscaled(cut(y, call.shape), *scales, bias, out_dtype=call.dtype)
 
 
 @functools.cache
-def packing(base: Products, operands: str) -> Products:
-    """Return products that pack ``operands`` of :data:`PACKED`; B comes before P."""
+def packing(base: Matmuls, operands: str) -> Matmuls:
+    """Return matmuls that pack ``operands`` of :data:`PACKED`; B comes before P."""
     chosen = base._asdict()
     for operand in reversed(operands):
-        matmul = MATMUL_OF[operand]
-        product = getattr(base, matmul)
-        kind = Sparse24FP8 if isinstance(product, FP8) else Sparse24
-        chosen[matmul] = kind(**vars(product) | {"packs": operand})
-    return Products(**chosen)
+        name = MATMUL_OF[operand]
+        matmul = getattr(base, name)
+        kind = Sparse24FP8 if isinstance(matmul, FP8) else Sparse24
+        chosen[name] = kind(**vars(matmul) | {"packs": operand})
+    return Matmuls(**chosen)
 
 
-def padded_features(base: Products, operand: str, out: int, inputs: int) -> tuple[int, int]:
+def padded_features(base: Matmuls, operand: str, out: int, inputs: int) -> tuple[int, int]:
     """Return out_features and in_features of a sparse matmul that packs ``operand``, padded.
 
     A (out, in), B (in, out), P (tokens, out) and U (out, tokens) are packed; with P and U,
     in_features are the columns of the dense operand.
     """
-    product = getattr(packing(base, operand), MATMUL_OF[operand])
-    rows, columns, dense, _ = product.limits
+    matmul = getattr(packing(base, operand), MATMUL_OF[operand])
+    rows, columns, dense, _ = matmul.limits
     multiples = {
         "A": (rows, columns), "B": (columns, rows), "P": (columns, dense), "U": (rows, dense)
     }  # fmt: skip
@@ -151,7 +151,7 @@ def rounded_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def padding(base: Products, operand: str, out: int, inputs: int) -> str:
+def padding(base: Matmuls, operand: str, out: int, inputs: int) -> str:
     """Return the zero padding of a sparse matmul that packs ``operand`` in words, or ""."""
     wide = padded_features(base, operand, out, inputs)
     if wide == (out, inputs):
@@ -160,16 +160,16 @@ def padding(base: Products, operand: str, out: int, inputs: int) -> str:
     return f"{out} × {inputs} to {wide[0]} × {wide[1]} (+{work:.1%} work)"
 
 
-def cannot_pack(product: Dense, dtype: torch.dtype | None = None) -> str:
-    """Return the reason for which ``product`` has no sparse version; "": it has one.
+def cannot_pack(matmul: Matmul, dtype: torch.dtype | None = None) -> str:
+    """Return the reason for which ``matmul`` has no sparse version; "": it has one.
 
     ``dtype``: of the layer; None: not known yet.
     """
-    if isinstance(product, FP8):
-        if product.simulate:
+    if isinstance(matmul, FP8):
+        if matmul.simulate:
             return "its matmuls are in simulated fp8"
-        same = product.left == product.right
-        return "" if same else f"cuSPARSELt has no kernel of {product.left}×{product.right}"
+        same = matmul.left == matmul.right
+        return "" if same else f"cuSPARSELt has no kernel of {matmul.left}×{matmul.right}"
     if dtype is None or dtype in TYPES:
         return ""
     name = str(dtype).removeprefix("torch.")

@@ -5,9 +5,9 @@
     dgrad   P(G)   B(W)         dX = P(G) · B(W)
     wgrad   U(G)   Xw(X)        dW = U(G)ᵀ · Xw(X)
 
-A product is one way to compute one of them: dense (here), in fp8 (:mod:`fp8`), sparse, or sparse in
+A matmul is one way to compute one of them: dense (here), in fp8 (:mod:`fp8`), sparse, or sparse in
 fp8 (:mod:`sparse24`). It prepares both operands (prune first, then cast or quantize, then pack) and
-multiplies them. Products are stateless and shared by all layers, because compiled graphs guard on
+multiplies them. Matmuls are stateless and shared by all layers, because compiled graphs guard on
 their identity.
 """
 
@@ -60,13 +60,13 @@ class Operands(NamedTuple):
     wgrad_scale: Tensor | None  # 0-d factor of dW; None: 1
 
 
-class Matmul(NamedTuple):
+class MatmulCall(NamedTuple):
     """One matmul of one layer for one micro-batch."""
 
     name: Literal["fprop", "dgrad", "wgrad"]
     geometry: Geometry
     shape: tuple[int, ...]  # of the result; fprop of a convolution does not read it
-    dtype: torch.dtype  # of an fp8 product's result
+    dtype: torch.dtype  # of an fp8 matmul's result
 
     def dense(self, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply unpacked operands of one dtype."""
@@ -86,7 +86,7 @@ class Matmul(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dense:
+class Matmul:
     """Multiply zero-filled operands in the dtype of X."""
 
     kind: ClassVar[Kind] = "dense"
@@ -122,20 +122,20 @@ class Dense:
         return self.arrange(self.encode(drawn, operand, x.grad.dtype), operand)
 
     def __call__(
-        self, matmul: Matmul, left: Prepared, right: Prepared, bias: Tensor | None = None
+        self, call: MatmulCall, left: Prepared, right: Prepared, bias: Tensor | None = None
     ) -> Tensor:
         """Multiply prepared operands; only fprop has a bias."""
-        return matmul.dense(left.data, right.data, bias)
+        return call.dense(left.data, right.data, bias)
 
 
-class Products(NamedTuple):
-    """The products of one layer."""
+class Matmuls(NamedTuple):
+    """The matmuls of one layer."""
 
-    fprop: Dense
-    dgrad: Dense
-    wgrad: Dense
+    fprop: Matmul
+    dgrad: Matmul
+    wgrad: Matmul
 
-    def __deepcopy__(self, memo: object) -> Products:
+    def __deepcopy__(self, memo: object) -> Matmuls:
         return self
 
     def prepare(
@@ -168,7 +168,7 @@ class Products(NamedTuple):
         )
 
 
-DENSE = Products(Dense(), Dense(), Dense())
+DENSE = Matmuls(Matmul(), Matmul(), Matmul())
 """Exact arithmetic, in the dtype of autocast or of the weight; always used in evaluation."""
 
 

@@ -30,7 +30,7 @@ class DenseOptions(MethodOptions):
 
 @register("method", "dense")
 class DenseMethod(Method):
-    """Every product is dense; masks are computed for the record only.
+    """Every matmul is dense; masks are computed for the record only.
 
     The search for a decay factor (arXiv:2404.01847) divides the flip rate of a sparse run by that
     of a dense one, which needs the same rule and interval on both sides.

@@ -1,4 +1,4 @@
-"""SDGP: dense weights, N:M output gradients in the product that yields the input gradient."""
+"""SDGP: dense weights, N:M output gradients in the matmul that yields the input gradient."""
 
 from __future__ import annotations
 

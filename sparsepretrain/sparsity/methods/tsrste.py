@@ -52,7 +52,7 @@ class TSRSTEOptions(RampedDecayOptions):
 
 @register("method", "tsrste")
 class TSRSTE(MaskedDecay, StoredMask):
-    """One mask for W and Wᵀ, refreshed every few steps, so that all three products are sparse."""
+    """One mask for W and Wᵀ, refreshed every few steps, so that all three matmuls are sparse."""
 
     Options = TSRSTEOptions
     options: TSRSTEOptions

@@ -115,14 +115,14 @@ def gradients(
     if operands is None or (row.Xw, row.P, row.U) == (X, G, G):
         return None
     inputs, geometry = layer.geometry(x)
-    products = layer.operands.matmuls.now(x.dtype, True)
+    matmuls = layer.operands.matmuls.now(x.dtype, True)
     source = inputs.detach().requires_grad_()
     # Its values are not read; its dtype is that of the gradient, which is not rounded again.
     target = torch.empty_like(layer.weight, dtype=x.dtype).requires_grad_()
     drawing = None if exact else layer.operands
     with torch.enable_grad():
         y = SparseMatmul.apply(
-            source, target, None, operands, drawing, geometry, products, reading, None
+            source, target, None, operands, drawing, geometry, matmuls, reading, None
         )
     dx, dw = torch.autograd.grad(y, (source, target), grad)
     return dx, dw
