@@ -52,7 +52,7 @@ PASSES = {"training": True, "inference": False}
 def works(options: Options) -> dict[str, Work]:
     """Return a work per module, pass and size; without a GPU for a tiny size."""
     methods = options.methods or METHODS
-    options = Options(options.quick, methods, options.backend, options.fp8)
+    options = Options(options.quick, methods, options.sparse_matmuls, options.fp8)
     shapes, device, rounds = SHAPES[: 2 if options.quick else None], CUDA, 15
     found: dict[str, Work] = {}
     if not torch.cuda.is_available():

@@ -79,19 +79,21 @@ class Options:
     quick: bool = False
     methods: tuple[str, ...] = ()
     """Names of methods; empty: the script's own choice."""
-    backend: str = "emulate"
+    sparse_matmuls: str = "emulate"
     fp8: bool = False
 
     @property
     def label(self) -> str:
         """Suffix for the name of a case."""
-        return ", fp8" * self.fp8 + f", backend={self.backend}" * (self.backend != "emulate")
+        return ", fp8" * self.fp8 + f", sparse_matmuls={self.sparse_matmuls}" * (
+            self.sparse_matmuls != "emulate"
+        )
 
     def precision(self, device: torch.device) -> dict[str, str] | None:
         """Return the `precision` argument of `sparsify`; a CPU simulates fp8."""
         if not self.fp8:
             return None
-        recipe = "hybrid" if self.backend == "emulate" else "e4m3"
+        recipe = "hybrid" if self.sparse_matmuls == "emulate" else "e4m3"
         return {"name": "fp8" if device.type == "cuda" else "fp8_sim", "recipe": recipe}
 
 
@@ -213,7 +215,7 @@ def main(
         script: name of the script in the results.
         works: returns name -> work, in order.
         arguments: None: arguments of the process.
-        methods: offer the choice of methods, backend and fp8.
+        methods: offer the choice of methods, sparse matmuls and fp8.
 
     Returns:
         1 if a case is wrong, failed or (without ``--quick``) misses its limit, else 0.
@@ -225,13 +227,13 @@ def main(
     parser.add_argument("--budget", type=float, metavar="S", help="begin no case after S seconds")
     if methods:
         parser.add_argument("--methods", default="", metavar="A,B", help="these, and dense")
-        parser.add_argument("--backend", default="emulate", choices=["emulate", "auto"])
+        parser.add_argument("--sparse-matmuls", default="emulate", choices=["emulate", "auto"])
         parser.add_argument("--fp8", action="store_true", help="sparse layers multiply in fp8")
     given = parser.parse_args(arguments)
     options = Options(given.quick)
     if methods:
         names = tuple(filter(None, given.methods.split(",")))
-        options = Options(given.quick, names, given.backend, given.fp8)
+        options = Options(given.quick, names, given.sparse_matmuls, given.fp8)
     if not torch.cuda.is_available() and script != "cpu":
         print("no CUDA GPU: tiny sizes only", flush=True)
     chosen = {k: work for k, work in works(options).items() if fnmatch(k, given.only)}

@@ -1,8 +1,8 @@
 """Time one sparse linear layer, forward and backward, against nn.Linear.
 
-Every call projects the weight, as in a run with one micro-batch per step. With the default
-``--backend emulate`` matmuls are dense on zero-filled weights: the overhead of a method. With
-``--backend auto`` matmuls are sparse where that is faster.
+Every call projects the weight, as in a run with one micro-batch per step. With the default,
+``--sparse-matmuls emulate``, matmuls are dense on zero-filled weights: the overhead of a method.
+With ``--sparse-matmuls auto`` matmuls are sparse where that is faster.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ def compare(
         inputs: shape of the input.
         device: CUDA, or the CPU in a rehearsal.
         rounds: interleaved timing rounds.
-        options: methods, backend and precision.
+        options: methods, sparse matmuls and precision.
         targets: layers that become sparse.
         stored: store operands once instead of projecting in every call.
         training: forward and backward; else the forward alone.
     """
 
-    def calls(backend: str) -> dict[str, Callable[[], Any]]:
-        rest: Any = {"targets": [*targets], "total_steps": 1000, "backend": backend}
+    def calls(sparse_matmuls: str) -> dict[str, Callable[[], Any]]:
+        rest: Any = {"targets": [*targets], "total_steps": 1000, "sparse_matmuls": sparse_matmuls}
         rest["precision"] = options.precision(device)
         torch.manual_seed(0)
         x = torch.randn(*inputs, device=device, requires_grad=training)
@@ -110,8 +110,8 @@ def compare(
         return found
 
     methods = timed_methods(options.methods)
-    ours, errors, wrong = calls(options.backend), dict[str, float](), []
-    for label, emulated in calls("emulate").items() if options.backend != "emulate" else ():
+    ours, errors, wrong = calls(options.sparse_matmuls), dict[str, float](), []
+    for label, emulated in calls("emulate").items() if options.sparse_matmuls != "emulate" else ():
         if label == DENSE:
             continue
         errors[label] = error = difference([*ours[label]()], [*emulated()])

@@ -97,7 +97,7 @@ class Trainer(Variant):
         shared = self.session.batches.step(0) if batches is None else batches
         self.session.batches.step = lambda step: shared  # type: ignore[method-assign]
         coverage = self.session.sparsifier.coverage()
-        self.note = "" if coverage.backend == "emulate" else coverage.chosen
+        self.note = "" if coverage.sparse_matmuls == "emulate" else coverage.chosen
 
     def step(self) -> None:
         self.last = train_step(self.session)
@@ -206,11 +206,11 @@ class Bench:
         """Build a variant from its label."""
         if label == PLAIN and self.batches is not None:
             return Plain(self.run, self.task, self.batches, self.device)
-        method, colon, backend = label.partition(":")
+        method, colon, sparse_matmuls = label.partition(":")
         name, *options = method.split("+")
         words = [f"sparsity={name}", *(f"sparsity.{option}" for option in options)]
         if colon:
-            words.append(f"backend={backend}")
+            words.append(f"sparse_matmuls={sparse_matmuls}")
         if self.cuda:  # a rehearsal would compile for minutes
             words.append("compile=blocks")
         return Trainer(self.overrides(words), self.batches)

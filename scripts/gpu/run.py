@@ -85,7 +85,7 @@ def tests(seconds: int, path: str, rehearsed: str) -> Stage:
     return Stage(seconds, [*pytest, path], kind="tests", rehearsed=[*pytest, rehearsed])
 
 
-AUTO = "--backend auto"
+AUTO = "--sparse-matmuls auto"
 THREE = "--methods sste,tsrste,slope"
 FFN = "FFN, training, N=[14]* n=2048 d=[24]0*"
 CURVES = "--data site-packages --tokenizer {tokenizer}"

@@ -12,7 +12,7 @@ from sparsepretrain.errors import ConfigError, one_line
 from sparsepretrain.files import require_file
 
 NOT_IDENTITY = (
-    *("resume", "runs_dir", "tracker", "seed", "workers", "backend", "deterministic"),
+    *("resume", "runs_dir", "tracker", "seed", "workers", "sparse_matmuls", "deterministic"),
     "checkpoint.background",
 )
 """Keys without effect on the result except rounding; the seed is part of the directory name."""

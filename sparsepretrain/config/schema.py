@@ -112,7 +112,7 @@ class Run:
     activation_checkpointing: bool
     """Keep only the inputs of blocks and compute the rest again in the backward: less memory, about
     a third more FLOPs."""
-    backend: Literal["emulate", "semi_structured", "auto"] = "emulate"
+    sparse_matmuls: Literal["emulate", "semi_structured", "auto"] = "emulate"
     """Matmuls of 2:4 operands: dense (emulate), sparse, or the faster of both (auto)."""
     deterministic: bool = False
     """Use deterministic algorithms only; slower, and not available for every GPU operation."""

@@ -25,7 +25,7 @@ NOT_COMPARED = ("runs_dir", "resume", "tracker", "probe", "experiment")
 
 BOOKKEEPING = (
     *NOT_COMPARED,
-    *("name", "eval", "log", "checkpoint", "workers", "plugins", "guard", "backend"),
+    *("name", "eval", "log", "checkpoint", "workers", "plugins", "guard", "sparse_matmuls"),
 )
 """Keys without effect on the final weights except rounding; never part of a label."""
 

@@ -58,18 +58,19 @@ class Coverage:
     embeddings: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Name -> shape of embedding weights, which stay dense."""
     precision: str | None = None  # formats of fp8; None: matmuls follow autocast
-    backend: str = "emulate"
+    sparse_matmuls: str = "emulate"
 
     @property
     def chosen(self) -> str:
         """Return the number of sparse matmuls among those with an N:M operand, or why it is 0."""
         found = Counter(why for layer in self.layers for why in layer.emulated.values())
         count, sparse = found.total(), found.pop("", 0)
+        policy = f"sparse_matmuls={self.sparse_matmuls}"
         if sparse or not found:
             library = f", cuSPARSELt {version()}" if sparse else ""
-            return f"backend {self.backend}: {sparse} of {count} matmuls are sparse{library}"
+            return f"{policy}: {sparse} of {count} matmuls are sparse{library}"
         ((why, _),) = found.most_common(1)
-        return f"backend {self.backend}: all matmuls are emulated: {why}"
+        return f"{policy}: all matmuls are emulated: {why}"
 
     def __str__(self) -> str:
         """Return a table; layers that differ in one index share a row."""
@@ -101,7 +102,7 @@ class Coverage:
             lines.append(f"{self.precision}; evaluation without fp8")
             found = Counter(layer.simulated for layer in self.layers if layer.simulated)
             lines += [f"  simulated: {_layers(n)}: {why}" for why, n in found.items()]
-        if self.backend != "emulate":
+        if self.sparse_matmuls != "emulate":
             lines.append(self.chosen)
             dense = Counter(p for layer in self.layers for p in layer.emulated.items() if p[1])
             lines += [f"  emulated: {k} of {_layers(n)}: {why}" for (k, why), n in dense.items()]
@@ -155,7 +156,7 @@ def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
         other_weights={name: tuple(weight.shape) for name, weight in census.others.items()},
         embeddings={name: tuple(weight.shape) for name, weight in census.embeddings.items()},
         precision=None if state.precision is None else str(state.precision),
-        backend="emulate" if state.backend is None else state.backend.name,
+        sparse_matmuls="emulate" if state.policy is None else state.policy.name,
     )
 
 

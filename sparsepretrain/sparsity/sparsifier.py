@@ -183,8 +183,8 @@ class Sparsifier:
                 f"store_operands: dtype must be fp64, fp32, bf16 or fp16, got {dtype}"
             )
         dtype = dtype or weight.dtype
-        if state.backend is not None and not weight.is_meta:
-            state.backend.require_here(weight.device, dtype, state.precision)
+        if state.policy is not None and not weight.is_meta:
+            state.policy.require_here(weight.device, dtype, state.precision)
         for layer in self.layers.values():
             layer.operands.store_as(dtype)
         self.refresh()
@@ -205,8 +205,8 @@ class Sparsifier:
         """
         if missing := [name for name in self.layers if name not in inputs]:
             raise ConfigError(f"choose_matmuls: no shape for {', '.join(missing)}")
-        if self._state.backend is not None:
-            self._state.backend.micro_batches = micro_batches
+        if self._state.policy is not None:
+            self._state.policy.micro_batches = micro_batches
         for name, layer in self.layers.items():
             dtype = layer.operands.store or layer.weight.dtype
             has_bias = layer.bias is not None
@@ -216,12 +216,12 @@ class Sparsifier:
     def backend(self) -> dict[str, Any]:
         """Name, chosen sparse matmuls in words, and ``matmuls``: median seconds by layer size.
 
-        Empty with ``backend="emulate"``.
+        Empty with ``sparse_matmuls="emulate"``.
         """
-        backend = self._state.backend
-        if backend is None:
+        policy = self._state.policy
+        if policy is None:
             return {}
-        return {"name": backend.name, "chosen": self.coverage().chosen, "matmuls": backend.table()}
+        return {"name": policy.name, "chosen": self.coverage().chosen, "matmuls": policy.table()}
 
     def micro_batch(self, index: int, rank: int = 0, world: int = 1, *, capacity: int = 0) -> None:
         """Name the micro-batch that the next forward sees; random draws are keyed by its number.

@@ -19,12 +19,12 @@ from sparsepretrain.sparsity.engine.model_state import ModelState
 from sparsepretrain.sparsity.engine.operands import LayerOperands
 from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.matmuls.choice import (
-    Backend,
     FP8Precision,
     LayerMatmuls,
     LayerSize,
-    backend_of,
+    SparseMatmulPolicy,
     precision_of,
+    sparse_matmul_policy,
 )
 from sparsepretrain.sparsity.method import Method, MethodOptions, title
 from sparsepretrain.sparsity.operand_table import DW
@@ -42,7 +42,7 @@ def sparsify(
     m: int = 4,
     seed: int = 0,
     total_steps: int | None = None,
-    backend: str = "emulate",
+    sparse_matmuls: str = "emulate",
     precision: str | dict[str, str] | None = None,
     **options: Any,
 ) -> Sparsifier:
@@ -61,7 +61,7 @@ def sparsify(
         seed: seed of the method's random draws. Several sparsifiers of one model draw different
             numbers; two models with equal seeds draw the same ones.
         total_steps: optimizer steps of the run; required by options that are fractions of the run.
-        backend: ``"emulate"``: dense matmuls of zero-filled operands, on any device.
+        sparse_matmuls: ``"emulate"``: dense matmuls of zero-filled operands, on any device.
             ``"semi_structured"``: sparse matmuls (fp16 or bf16, on CUDA devices that have them) for
             each operand that is 2:4 and fits; the others are emulated, and
             :meth:`Sparsifier.coverage` gives the reason. ``"auto"``: sparse matmuls only where they
@@ -103,7 +103,11 @@ def sparsify(
     cls: type[Method] = registry.get("method", method)
     values = {"name": method, "n": n, "m": m, "targets": list(targets), **options}
     chosen: MethodOptions = build(cls.Options, values)
-    settings: Any = {"total_steps": total_steps, "backend": backend, "precision": precision}
+    settings: Any = {
+        "total_steps": total_steps,
+        "sparse_matmuls": sparse_matmuls,
+        "precision": precision,
+    }
     return sparsify_with(model, chosen, targets=targets, exclude=exclude, seed=seed, **settings)
 
 
@@ -115,14 +119,15 @@ def sparsify_with(
     exclude: Sequence[str] = (),
     seed: int = 0,
     total_steps: int | None = None,
-    backend: str | Backend = "emulate",
+    sparse_matmuls: str | SparseMatmulPolicy = "emulate",
     precision: str | dict[str, str] | FP8Precision | None = None,
 ) -> Sparsifier:
     """Do the work of :func:`sparsify` with checked options; raise the same errors.
 
     ``targets`` are globs. They replace ``options.targets``, which may have aliases such as ``ffn``.
     """
-    formats, chooser = precision_of(precision), backend_of(backend)
+    formats = precision_of(precision)
+    policy = sparse_matmul_policy(sparse_matmuls)
     cls: type[Method] = registry.get("method", options.name)
     method = cls(options, total_steps)
     if total_steps is not None and method.schedule.start >= total_steps:
@@ -145,12 +150,12 @@ def sparsify_with(
     for layer in layers.values():
         replacement = replacement_of(layer)
         size = LayerSize(tuple(layer.weight.shape), replacement.in_dim, trains_on)
-        expected.append(LayerMatmuls(method, formats, chooser, size))
+        expected.append(LayerMatmuls(method, formats, policy, size))
     if formats is not None:
         formats.require(matmuls.simulated for matmuls in expected)
-    if chooser is not None:
-        chooser.require(options.name, (matmuls.reasons for matmuls in expected))
-    state = ModelState(model, method, formats, chooser, seed, device)
+    if policy is not None:
+        policy.require(options.name, (matmuls.reasons for matmuls in expected))
+    state = ModelState(model, method, formats, policy, seed, device)
     first = sum(isinstance(module, SparseLayer) for module in model.modules())
     for index, (name, layer) in enumerate(layers.items(), first):
         replacement, weight = replacement_of(layer), layer.weight.detach()
@@ -160,7 +165,7 @@ def sparsify_with(
             if method.schedule.start == 0:
                 method.update_(weight, own)
         size = LayerSize(tuple(weight.shape), replacement.in_dim, weight.device)
-        matmuls = LayerMatmuls(method, formats, chooser, size)
+        matmuls = LayerMatmuls(method, formats, policy, size)
         # the object stays: references, hooks and second names keep working
         layer.__class__ = replacement
         layer.add_module("sparsity", own)

@@ -18,7 +18,7 @@ from sparsepretrain.errors import CheckpointError, ConfigError, reason
 from sparsepretrain.optim import build_optimizer
 from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.sparsity import Method, MethodOptions, Sparsifier, densify, sparsify_with
-from sparsepretrain.sparsity.matmuls.choice import Backend
+from sparsepretrain.sparsity.matmuls.choice import SparseMatmulPolicy
 from sparsepretrain.sparsity.method import FineTuning
 from sparsepretrain.sparsity.schedule import Window
 from sparsepretrain.tasks import Task, build_task
@@ -73,7 +73,7 @@ def build_session(
     cost = gpu_cost(run, task, bare, world.device) if trains else None
     seconds = 0.0 if cost is None else cost.eager_seconds(run, world.size)
     scope = compilation.scope_of(run, world.device, seconds)
-    inputs = layer_inputs(run, task, bare) if trains and run.backend != "emulate" else {}
+    inputs = layer_inputs(run, task, bare) if trains and run.sparse_matmuls != "emulate" else {}
     sparsify_model(run, task, bare, device)
     if splits is None:
         splits = ("train", "validation") if run.eval.batches != 0 else ("train",)
@@ -192,10 +192,10 @@ def sparsify_model(
         formats.require_here(device)
     elif formats is not None and not next(model.parameters()).is_meta:
         formats = formats.simulated  # evaluation does not use fp8 and runs on any device
-    backend: str | Backend = "emulate"
-    if device is not None and run.backend != "emulate":
-        backend = Backend(run.backend, device)
-        backend.require_here(device, compute_dtype(run.precision), formats)
+    policy: str | SparseMatmulPolicy = "emulate"
+    if device is not None and run.sparse_matmuls != "emulate":
+        policy = SparseMatmulPolicy(run.sparse_matmuls, device)
+        policy.require_here(device, compute_dtype(run.precision), formats)
     try:
         return sparsify_with(
             model,
@@ -203,7 +203,7 @@ def sparsify_model(
             targets=resolve_targets(options.targets, task.roles),
             seed=run.seed,
             total_steps=run.steps,
-            backend=backend,
+            sparse_matmuls=policy,
             precision=formats,
         )
     except ConfigError as error:

@@ -15,7 +15,7 @@ from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.sparsity.coverage import padding_lines
-from sparsepretrain.sparsity.matmuls.choice import Backend, LayerSize, objection
+from sparsepretrain.sparsity.matmuls.choice import LayerSize, SparseMatmulPolicy, objection
 from sparsepretrain.sparsity.matmuls.sparse24 import TOKENS, padded_features, padding, rounded_up
 from sparsepretrain.sparsity.matmuls.three import MATMUL_OF
 from sparsepretrain.sparsity.method import Method
@@ -84,7 +84,8 @@ def matmul_flops(
         inputs: name of a layer -> shape of its input in a micro-batch.
         step: FLOPs of the whole step.
     """
-    row, backend = sparsifier.method.sparse_row, Backend("auto")
+    row = sparsifier.method.sparse_row
+    policy = SparseMatmulPolicy("auto")
     micro_batches, dtype = run.batch.size // run.batch.micro, compute_dtype(run.precision)
     found = MatmulFlops(step, Counter(), Counter(), Counter(), Counter(), [])
     for name, layer in sparsifier.layers.items():
@@ -96,7 +97,7 @@ def matmul_flops(
         found.layers.update(dict.fromkeys(row.operands, flops))
         size = LayerSize(tuple(layer.weight.shape), dim, META)
         base = layer.operands.matmuls.base
-        for operand, why in backend.reasons(row, size, base).items():
+        for operand, why in policy.reasons(row, size, base).items():
             if reason := why or objection(operand, tokens, dtype, base):
                 found.reasons.append(reason)
                 continue

@@ -54,7 +54,7 @@ def named_checkpoint(run: Run, console: Console) -> Checkpoint | None:
     fatal = [d for d in differences if d.startswith(FIXED)]
     if fatal:
         raise CheckpointError(f"resume={path} comes from another configuration: {'; '.join(fatal)}")
-    ignored = ("resume", "runs_dir", "tracker.", "probe", "workers", "name", "backend")
+    ignored = ("resume", "runs_dir", "tracker.", "probe", "workers", "name", "sparse_matmuls")
     for difference in differences:
         if not difference.startswith(ignored):
             console.info(f"continuing with another value of {difference}")

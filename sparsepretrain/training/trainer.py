@@ -117,8 +117,8 @@ def _write_files(
     about = environment(t.device) | run_hashes(t, source)
     about["parameters"] = sum(p.numel() for p in t.parameters)
     about["coverage"] = str(t.sparsifier.coverage()).splitlines()
-    if run_backend := t.sparsifier.backend:
-        about["backend"] = run_backend
+    if chosen := t.sparsifier.backend:
+        about["sparse_matmuls"] = chosen
     if t.compiled != "none":
         about["compiled"] = t.compiled
     if t.world.size > 1:
@@ -220,10 +220,10 @@ def _announce(t: Session, directory: RunDirectory, console: Console) -> None:
         f"{len(coverage.layers)} layers, {t.device}, {describe(t.run.precision)}, "
         f"steps {t.step} to {t.end}"
     )
-    if t.run.backend != "emulate":
+    if t.run.sparse_matmuls != "emulate":
         console.info(coverage.chosen)
     notes = [plan.warmup_note(t.run), tf32_note(t.run.precision, t.device)]
-    if t.run.backend != "emulate":
+    if t.run.sparse_matmuls != "emulate":
         notes.append(slow_version(t.device))
     for note in notes:
         if note:

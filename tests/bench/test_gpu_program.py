@@ -239,7 +239,7 @@ def test_every_call_and_script_exists():
 
 def test_the_cases_that_a_stage_chooses_exist(monkeypatch):
     monkeypatch.setattr(blocks.torch.cuda, "is_available", lambda: True)
-    names = fnmatch.filter(blocks.works(Options(backend="auto")), program.FFN)
+    names = fnmatch.filter(blocks.works(Options(sparse_matmuls="auto")), program.FFN)
     sizes = [name.split("N=")[1].partition(" h=")[0] for name in names]
     assert sizes == ["4 n=2048 d=2048", "16 n=2048 d=2048", "4 n=2048 d=4096"]
 

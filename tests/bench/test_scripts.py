@@ -57,8 +57,8 @@ def test_every_method_is_compared_with_dense(run):
     dense = ["nn.Linear", *linear.timed_methods()]
     tiny = "linear, tiny, forward and backward, bf16, "
     assert labels(run("linear")[1], tiny) == dense
-    _, cases = run("linear", "--methods", "ste", "--backend", "auto", "--fp8")
-    assert labels(cases, f"{tiny}fp8, backend=auto, ") == ["nn.Linear", "dense", "ste"]
+    _, cases = run("linear", "--methods", "ste", "--sparse-matmuls", "auto", "--fp8")
+    assert labels(cases, f"{tiny}fp8, sparse_matmuls=auto, ") == ["nn.Linear", "dense", "ste"]
 
 
 @WITHOUT_GPU
@@ -113,8 +113,8 @@ def test_a_wrong_sparse_matmul_gets_no_time(run, monkeypatch):
     monkeypatch.setattr(choice, "unsupported", lambda device, **_: None)
     monkeypatch.setattr(choice, "medians", medians)
     monkeypatch.setattr(sparse24, "matmul_24", multiply)
-    code, cases = run("linear", "--methods", "sste", "--backend", "auto")
-    found = {case["name"].partition("backend=auto, ")[2]: case for case in cases}
+    code, cases = run("linear", "--methods", "sste", "--sparse-matmuls", "auto")
+    found = {case["name"].partition("sparse_matmuls=auto, ")[2]: case for case in cases}
     assert code == 1 and set(wrong) == {(128, 64)}
     assert found["sste"]["status"].startswith("wrong")
     assert found["sste"]["value"] is None and found["dense"]["status"] == "ok"

@@ -36,7 +36,7 @@ RECIPES = {
     "fp8": ("sparsity=sste", "precision=fp8"),
     "fp8 e4m3": (
         *("sparsity=tsrste", "precision=fp8", "precision.recipe=e4m3"),
-        *("backend=semi_structured", "model.n_embd=128"),
+        *("sparse_matmuls=semi_structured", "model.n_embd=128"),
     ),
     "ema": ("sparsity=sste", "ema=0.9"),
     "refresh": ("sparsity=tsrste", "sparsity.refresh=1", "sparsity.decay=1e-3"),
@@ -124,7 +124,7 @@ def test_other_recipes_do_too(tiny, words, monkeypatch):
     if words[: len(IMAGES)] == IMAGES:
         runs = f"runs_dir='{tiny.root / 'runs'}'"
         monkeypatch.setattr(tiny, "overrides", lambda *more: [*more, runs])
-    if "backend=semi_structured" in words:  # with the reference in place of cuSPARSELt
+    if "sparse_matmuls=semi_structured" in words:  # with the reference in place of cuSPARSELt
         monkeypatch.setattr(choice, "unsupported", lambda device, **_: None)
         monkeypatch.setattr(coverage, "version", lambda: "0.8.1")
     if "precision=fp8_sim" in words:  # whose products CPUs multiply scaled, and GPUs as they are
@@ -152,7 +152,7 @@ def test_sparse_products_do_too(tiny, method, monkeypatch):
         return values
 
     monkeypatch.setattr(loop, "train_step", counted)
-    words = ("precision=bf16", "backend=semi_structured", "model.n_embd=64", *SPARSE[method])
+    words = ("precision=bf16", "sparse_matmuls=semi_structured", "model.n_embd=64", *SPARSE[method])
     compare(tiny, (f"sparsity={method}", *words))
 
 

@@ -215,7 +215,7 @@ def test_a_part_is_a_section_and_the_summary_names_all_claims(results, table):
 def test_a_table_of_speed_says_what_was_published():
     found = {"sste_table10": load_table("sste_table10")}
     page = render(TableResults(name="sste_table10"), found).markdown
-    assert "python benchmarks/blocks.py --methods sste --backend auto\n" in page
+    assert "python benchmarks/blocks.py --methods sste --sparse-matmuls auto\n" in page
     assert "| FFN, training | speed-up | 1.31 ⚠ |" in page and "⚠ secondary" in page
     assert "## Limits" in page
 

@@ -28,9 +28,9 @@ def supported(monkeypatch, semi_structured_device):
     monkeypatch.setattr(choice, "no_fp8_matmuls", lambda device: "")
 
 
-def sparsify(model, method, recipe="hybrid", name="fp8", backend="emulate", options=None):
+def sparsify(model, method, recipe="hybrid", name="fp8", sparse_matmuls="emulate", options=None):
     options = SETTLED.get(method, {}) | (options or {})
-    settings = {"targets": ["*fc*"], "total_steps": STEPS, "backend": backend}
+    settings = {"targets": ["*fc*"], "total_steps": STEPS, "sparse_matmuls": sparse_matmuls}
     precision = name and {"name": name, "recipe": recipe}
     handle = sp.sparsify(model, method, precision=precision, **settings, **options)
     into_sparse_phase(handle)
@@ -80,9 +80,9 @@ def test_sparse_fp8_matmuls_equal_simulated_ones(method, recipe, kind, bias, mon
     if not packs:
         told = "no matmul can be sparse: cuSPARSELt has no kernel of e5m2×e4m3"
         with pytest.raises(ConfigError, match=told):
-            sparsify(model, method, recipe, backend="semi_structured")
+            sparsify(model, method, recipe, sparse_matmuls="semi_structured")
         return
-    handle = sparsify(model, method, recipe, backend="semi_structured")
+    handle = sparsify(model, method, recipe, sparse_matmuls="semi_structured")
     assert packed(model.fc.operands.matmuls.now(torch.bfloat16, True)) == packs
     got = outputs(model, torch.bfloat16)
     compare(got, layer(kind, bias), method, recipe, torch.bfloat16, monkeypatch)
@@ -100,7 +100,7 @@ def test_padded_fp8_matmuls_equal_simulated_ones(method, sizes, kind, bias, monk
     options = {"kind": kind, "bias": bias, "inputs": sizes[0], "outputs": sizes[1]}
     for shape in ((2, 32), (15,)):
         model = layer(**options)
-        sparsify(model, method, "e4m3", backend="semi_structured")
+        sparsify(model, method, "e4m3", sparse_matmuls="semi_structured")
         assert packed(model.fc.operands.matmuls.now(torch.bfloat16, True)) == PACKED[method]
         got = outputs(model, torch.bfloat16, shape)
         compare(got, layer(**options), method, "e4m3", torch.bfloat16, monkeypatch, shape)
@@ -108,24 +108,26 @@ def test_padded_fp8_matmuls_equal_simulated_ones(method, sizes, kind, bias, monk
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("kind", "bias"), [("Linear", True), ("Conv1D", False)])
-@pytest.mark.parametrize("backend", ["emulate", "semi_structured"])
-def test_fp8_matmuls_equal_simulated_ones_in_fp32_and_fp16(dtype, kind, bias, backend, monkeypatch):
+@pytest.mark.parametrize("sparse_matmuls", ["emulate", "semi_structured"])
+def test_fp8_matmuls_equal_simulated_ones_in_fp32_and_fp16(
+    dtype, kind, bias, sparse_matmuls, monkeypatch
+):
     model = layer(kind, bias)
-    sparsify(model, "tsrste", "e4m3", backend=backend)
+    sparsify(model, "tsrste", "e4m3", sparse_matmuls=sparse_matmuls)
     got = outputs(model, dtype)
     compare(got, layer(kind, bias), "tsrste", "e4m3", dtype, monkeypatch)
 
 
 @pytest.mark.parametrize("shape", [(15,), (3, 5), (2, 10), (4, 12)])
 @pytest.mark.parametrize("method", ["tsrste", "sdgp"])
-@pytest.mark.parametrize("backend", ["emulate", "semi_structured"])
-def test_any_number_of_tokens_equals_simulated_fp8(method, shape, backend, monkeypatch):
+@pytest.mark.parametrize("sparse_matmuls", ["emulate", "semi_structured"])
+def test_any_number_of_tokens_equals_simulated_fp8(method, shape, sparse_matmuls, monkeypatch):
     """Zeros fill up what tensor cores sum over; groups of tokens that are none stay dense."""
     model = layer()
-    handle = sparsify(model, method, "e4m3", backend=backend)
+    handle = sparsify(model, method, "e4m3", sparse_matmuls=sparse_matmuls)
     got = outputs(model, torch.bfloat16, shape)
     compare(got, layer(), method, "e4m3", torch.bfloat16, monkeypatch, shape)
-    if (method, backend) == ("tsrste", "semi_structured"):
+    if (method, sparse_matmuls) == ("tsrste", "semi_structured"):
         (covered,) = handle.coverage().layers
         assert covered.emulated == {"fprop": "", "dgrad": "", "wgrad": cut_groups(shape)}
 
@@ -142,17 +144,17 @@ def test_simulated_fp8_of_gpus_equals_that_of_cpus(kind, recipe, monkeypatch):
     compare(got, layer(kind), "sste", recipe, torch.bfloat16, monkeypatch)
 
 
-@pytest.mark.parametrize("backend", ["emulate", "semi_structured"])
-def test_weights_are_quantized_once_per_step_in_the_same_memory(backend, monkeypatch):
+@pytest.mark.parametrize("sparse_matmuls", ["emulate", "semi_structured"])
+def test_weights_are_quantized_once_per_step_in_the_same_memory(sparse_matmuls, monkeypatch):
     model = nn.Sequential(Layer(), nn.Linear(256, 128), Layer())
-    handle = sparsify(model, "tsrste", "e4m3", backend=backend)
+    handle = sparsify(model, "tsrste", "e4m3", sparse_matmuls=sparse_matmuls)
     optimizer = attached(handle, torch.optim.SGD(model.parameters(), lr=0.1))
     handle.store_operands(torch.bfloat16)
     handle.choose_matmuls({"0.fc": (2, 32, 128), "2.fc": (2, 32, 128)})
     own = handle.layers["0.fc"].operands
     (_, a, scale_a), (_, b, scale_b), _ = own._kept[True]
-    columns = (80, 160) if backend == "semi_structured" else (128, 256)
-    transposed = b if backend == "semi_structured" else b.t()
+    columns = (80, 160) if sparse_matmuls == "semi_structured" else (128, 256)
+    transposed = b if sparse_matmuls == "semi_structured" else b.t()
     assert a.shape == (256, columns[0]) and transposed.shape == (128, columns[1])
     assert a.is_contiguous() and transposed.is_contiguous()
     calls, prepare = [], Matmuls.prepare
@@ -167,13 +169,13 @@ def test_weights_are_quantized_once_per_step_in_the_same_memory(backend, monkeyp
 def test_unsupported_layers_are_simulated():
     model, twin = Mixed(), Mixed()
     twin.load_state_dict(model.state_dict())
-    handle = sparsify(model, "ste", backend="semi_structured")
+    handle = sparsify(model, "ste", sparse_matmuls="semi_structured")
     sparsify(twin, "ste", name="fp8_sim")
     assert str(handle.coverage()).splitlines()[-5:] == [
         "fp8 hybrid: fprop e4m3×e4m3, dgrad and wgrad e5m2×e4m3; evaluation without fp8",
         "  simulated: 1 layer: out_features = 40, no multiple of 16",
         "  simulated: 1 layer: a convolution",
-        "backend semi_structured: 1 of 3 matmuls are sparse, cuSPARSELt 0.8.1",
+        "sparse_matmuls=semi_structured: 1 of 3 matmuls are sparse, cuSPARSELt 0.8.1",
         "  emulated: fprop of 2 layers: its matmuls are in simulated fp8",
     ]
     for name, shape in (("narrow_fc", (8, 256)), ("fc_conv", (2, 16, 5, 5))):
@@ -205,7 +207,7 @@ def test_device_without_fp8_tensor_cores_is_refused(monkeypatch):
 
 def test_auto_times_sparse_products_against_dense_ones_in_fp8(monkeypatch):
     clock = Stopwatch(monkeypatch, A=0.5, B=1.5)
-    handle = sparsify(model := layer(), "slope", "e4m3", backend="auto")
+    handle = sparsify(model := layer(), "slope", "e4m3", sparse_matmuls="auto")
     outputs(model, torch.bfloat16)
     assert handle.layers["fc"].operands.matmuls.packs == "A"
     assert {type(product) for product in clock.products} == {FP8, Sparse24FP8}
@@ -214,17 +216,17 @@ def test_auto_times_sparse_products_against_dense_ones_in_fp8(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "backend", "mvue", "tolerance"),
+    ("name", "sparse_matmuls", "mvue", "tolerance"),
     [
         ("fp8", "emulate", "none", 1e-2),
         ("fp8", "semi_structured", "none", 1e-2),
         (None, "semi_structured", "gradient", 1e-3),  # tracing the draws takes ten seconds
     ],
 )
-def test_compiled_block_is_one_graph_and_equals_eager(name, backend, mvue, tolerance):
+def test_compiled_block_is_one_graph_and_equals_eager(name, sparse_matmuls, mvue, tolerance):
     def run(compile):
         model = nn.Sequential(Layer())
-        handle = sparsify(model, "tsrste", "e4m3", name, backend, {"mvue": mvue})
+        handle = sparsify(model, "tsrste", "e4m3", name, sparse_matmuls, {"mvue": mvue})
         optimizer = attached(handle, torch.optim.SGD(model.parameters(), lr=0.1))
         handle.store_operands(torch.bfloat16)
         compile(model[0])
@@ -240,7 +242,7 @@ def test_compiled_block_is_one_graph_and_equals_eager(name, backend, mvue, toler
 
 def test_held_masks_evaluation_and_copies_work_in_fp8():
     model = layer()
-    handle = sparsify(model, "sste", "e4m3", backend="semi_structured")
+    handle = sparsify(model, "sste", "e4m3", sparse_matmuls="semi_structured")
     twin = layer()
     sparsify(twin, "sste", "e4m3", "fp8_sim")
     handle.store_operands(torch.bfloat16)

@@ -24,9 +24,13 @@ and one whose packed weight has the shape of the weight, (64, 36)."""
 BRAIN = torch.bfloat16
 
 
-def sparsify(model, method, backend="semi_structured", options=None, **settings):
+def sparsify(model, method, sparse_matmuls="semi_structured", options=None, **settings):
     options = SETTLED.get(method, {}) | (options or {})
-    settings = {"targets": ["*fc*"], "total_steps": STEPS, "backend": backend} | settings
+    settings = {
+        "targets": ["*fc*"],
+        "total_steps": STEPS,
+        "sparse_matmuls": sparse_matmuls,
+    } | settings
     handle = sp.sparsify(model, method, **options, **settings)
     into_sparse_phase(handle)
     return handle

@@ -25,7 +25,11 @@ pytestmark = pytest.mark.usefixtures("semi_structured_device")
 
 def sparsify(model, method, options=None, **settings):
     options = SETTLED.get(method, {}) | (options or {})
-    settings = {"targets": ["*fc*"], "total_steps": STEPS, "backend": "semi_structured"} | settings
+    settings = {
+        "targets": ["*fc*"],
+        "total_steps": STEPS,
+        "sparse_matmuls": "semi_structured",
+    } | settings
     handle = sp.sparsify(model, method, **options, **settings)
     into_sparse_phase(handle)
     return handle
@@ -33,7 +37,7 @@ def sparsify(model, method, options=None, **settings):
 
 def same_products(method, options, dtype, monkeypatch, shape=(2, 32), **kind):
     emulated, sparse = Layer(**kind), Layer(**kind)
-    sparsify(emulated, method, options, backend="emulate")
+    sparsify(emulated, method, options, sparse_matmuls="emulate")
     handle = sparsify(sparse, method, options)
     expected, got = outputs(emulated, dtype, shape), outputs(sparse, dtype, shape)
     if sparse.fc.bias is not None:
@@ -113,7 +117,7 @@ def test_evaluation_masks_and_copies_are_those_of_emulation():
     handle.store_operands(torch.bfloat16)
     x = draw(2, 8, 128, dtype=torch.float32)
     twin = Layer()
-    other = sparsify(twin, "sste", backend="emulate")
+    other = sparsify(twin, "sste", sparse_matmuls="emulate")
     for m in (model, twin, copy.deepcopy(model)):
         outputs(m, torch.bfloat16)
         m.eval()
@@ -147,7 +151,7 @@ def test_coverage_names_emulated_matmuls_and_reasons():
     text = str(sparsify(Mixed(), "ste").coverage()).splitlines()
     assert all("M∘W 2:4 (sparse)" in line for line in text[1:3]) and "sparse" not in text[3]
     assert text[-3:] == [
-        "backend semi_structured: 2 of 3 matmuls are sparse, cuSPARSELt 0.8.1",
+        "sparse_matmuls=semi_structured: 2 of 3 matmuls are sparse, cuSPARSELt 0.8.1",
         "  emulated: fprop of 1 layer: a convolution",
         "  padded with zeros: fprop of 1 layer: 40 × 256 to 64 × 256 (+60.0% work)",
     ]
@@ -169,8 +173,8 @@ def test_backend_without_a_supported_matmul_is_refused(method, options, why):
         sparsify(Mixed(), method, **options)
     model = Mixed()
     model.fc_conv = model.fc_conv if "fc_conv" in options["targets"] else None
-    coverage = sparsify(model, method, **options, backend="auto").coverage()
-    assert coverage.backend == "auto"
+    coverage = sparsify(model, method, **options, sparse_matmuls="auto").coverage()
+    assert coverage.sparse_matmuls == "auto"
     assert method == "dense" or coverage.chosen.endswith(f"all matmuls are emulated: {why}")
 
 
@@ -180,11 +184,11 @@ def test_unsupported_machine_is_refused_or_emulated(monkeypatch):
     with pytest.raises(ConfigError, match=f"semi_structured: no matmul can be sparse: {reason}"):
         sparsify(Layer(), "sste")
     model, twin = Layer(), Layer()
-    handle = sparsify(model, "sste", backend="auto")
-    sparsify(twin, "sste", backend="emulate")
+    handle = sparsify(model, "sste", sparse_matmuls="auto")
+    sparsify(twin, "sste", sparse_matmuls="emulate")
     assert_equal_bits(outputs(model, torch.bfloat16), outputs(twin, torch.bfloat16))
-    assert handle.coverage().chosen == f"backend auto: all matmuls are emulated: {reason}"
-    assert handle.backend["products"] == []
+    assert handle.coverage().chosen == f"sparse_matmuls=auto: all matmuls are emulated: {reason}"
+    assert handle.backend["matmuls"] == []
 
 
 def test_moved_model_checks_the_new_device(monkeypatch):
@@ -198,15 +202,17 @@ def test_moved_model_checks_the_new_device(monkeypatch):
 
 
 def test_sharded_weights_are_emulated():
-    with pytest.raises(ConfigError, match=r"backend=semi_structured .*sharding"):
+    with pytest.raises(ConfigError, match=r"sparse_matmuls=semi_structured .*sharding"):
         sparsify(Layer(), "ste").prepare_sharding()
-    handle = sparsify(Layer(), "ste", backend="auto")
+    handle = sparsify(Layer(), "ste", sparse_matmuls="auto")
     handle.prepare_sharding()
     assert handle.coverage().chosen.endswith("all matmuls are emulated: its weight is sharded")
 
 
 def test_fp32_matmuls_are_refused_or_emulated():
-    message = "backend=semi_structured: sparse matmuls exist in fp16 and bf16, not in float32"
+    message = (
+        "sparse_matmuls=semi_structured: sparse matmuls exist in fp16 and bf16, not in float32"
+    )
     model = Layer()
     sparsify(model, "ste")
     with pytest.raises(ConfigError, match=message):
@@ -214,7 +220,7 @@ def test_fp32_matmuls_are_refused_or_emulated():
     with pytest.raises(ConfigError, match=message):
         sparsify(Layer(), "ste").store_operands(torch.float32)
     model = Layer()
-    handle = sparsify(model, "ste", backend="auto")
+    handle = sparsify(model, "ste", sparse_matmuls="auto")
     model(draw(2, 8, 128, dtype=torch.float32))
     assert "not in float32" in handle.coverage().chosen
 
@@ -222,7 +228,7 @@ def test_fp32_matmuls_are_refused_or_emulated():
 def test_auto_uses_the_faster_matmul(monkeypatch):
     clock = Stopwatch(monkeypatch, A=0.5, B=1.5, U=0.9)
     model = nn.Sequential(Layer(), nn.Linear(256, 128), Layer())
-    handle = sparsify(model, "tsrste", backend="auto")
+    handle = sparsify(model, "tsrste", sparse_matmuls="auto")
     assert "not tried yet" in str(handle.coverage())
     handle.store_operands(torch.bfloat16)
     x = draw(2, 8, 128, dtype=torch.float32)
@@ -232,10 +238,10 @@ def test_auto_uses_the_faster_matmul(monkeypatch):
     assert clock.calls == 3, "layers of one size are tried once"
     assert [layer.operands.matmuls.packs for layer in handle.layers.values()] == ["AU", "AU"]
     coverage = handle.coverage()
-    assert coverage.chosen == "backend auto: 4 of 6 matmuls are sparse, cuSPARSELt 0.8.1"
+    assert coverage.chosen == "sparse_matmuls=auto: 4 of 6 matmuls are sparse, cuSPARSELt 0.8.1"
     assert handle.backend["chosen"] == coverage.chosen
     assert coverage.layers[0].emulated["dgrad"] == "slower: 1500 µs, emulated 1000 µs"
-    table = {row["product"]: row for row in handle.backend["products"]}
+    table = {row["matmul"]: row for row in handle.backend["matmuls"]}
     runs = {product: row["runs"] for product, row in table.items()}
     assert runs == {"fprop": "sparse", "dgrad": "emulated", "wgrad": "sparse"}
     assert table["dgrad"]["tokens"] == 16 and table["dgrad"]["dtype"] == "bfloat16"
@@ -246,7 +252,7 @@ def test_auto_counts_the_packing_of_weights_once_per_step(micro_batches, packs, 
     """0.9 + 1 of an emulated product in one micro-batch, 0.9 + 1/16 in each of sixteen."""
     Stopwatch(monkeypatch, packing=1.0, A=0.9, B=1.1, U=0.9)
     model = Layer()
-    handle = sparsify(model, "tsrste", backend="auto")
+    handle = sparsify(model, "tsrste", sparse_matmuls="auto")
     handle.store_operands(torch.bfloat16)
     handle.choose_matmuls({"fc": (2, 8, 128)}, micro_batches)
     assert model.fc.operands.matmuls.packs == packs
@@ -263,7 +269,7 @@ def test_only_the_packed_operand_of_a_timing_has_zeros(method, monkeypatch):
         return kernels.matmul_24(packed, dense, *rest, **flags)
 
     monkeypatch.setattr(sparse24, "matmul_24", multiply)
-    handle = sparsify(Layer(), method, backend="auto")
+    handle = sparsify(Layer(), method, sparse_matmuls="auto")
     handle.store_operands(torch.bfloat16)
     handle.choose_matmuls({"fc": (2, 256, 128)})
     assert len(seen) >= len(PACKED[method]) and max(seen) < 1e-3
@@ -289,8 +295,8 @@ def test_token_counts_share_padded_matmul_sizes(method, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError])
-@pytest.mark.parametrize("backend", ["semi_structured", "auto"])
-def test_failing_matmul_is_emulated(backend, kind, monkeypatch):
+@pytest.mark.parametrize("sparse_matmuls", ["semi_structured", "auto"])
+def test_failing_matmul_is_emulated(sparse_matmuls, kind, monkeypatch):
     Stopwatch(monkeypatch, A=0.5, U=0.5)
     reason = "a packed 256 × 512 × 128 product in bfloat16: none of 9 algorithms is right"
 
@@ -301,7 +307,7 @@ def test_failing_matmul_is_emulated(backend, kind, monkeypatch):
 
     monkeypatch.setattr(sparse24, "matmul_24", multiply)
     model = Layer()
-    handle = sparsify(model, "sste", backend=backend)
+    handle = sparsify(model, "sste", sparse_matmuls=sparse_matmuls)
     outputs(model, torch.bfloat16, (2, 8))
     (layer,) = handle.coverage().layers
     assert layer.emulated == {"fprop": "", "wgrad": reason}

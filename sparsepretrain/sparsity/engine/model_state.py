@@ -13,7 +13,7 @@ from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity.clock import Clock, MicroBatches, fill
 from sparsepretrain.sparsity.engine.attachments import Attachment
 from sparsepretrain.sparsity.engine.operands import LayerOperands
-from sparsepretrain.sparsity.matmuls.choice import Backend, FP8Precision
+from sparsepretrain.sparsity.matmuls.choice import FP8Precision, SparseMatmulPolicy
 from sparsepretrain.sparsity.method import Method, title
 
 METHOD_BYTES = 64
@@ -34,14 +34,14 @@ class ModelState:
         root: nn.Module,
         method: Method,
         precision: FP8Precision | None,
-        backend: Backend | None,
+        policy: SparseMatmulPolicy | None,
         seed: int,
         device: torch.device,
     ) -> None:
         self.root = root
         self.method = method
         self.precision = precision
-        self.backend = backend
+        self.policy = policy
         self.operands: list[LayerOperands] = []
         """Operands of all layers, which follow the phase."""
         self.watched: tuple[str, nn.Module] | None = None
@@ -81,9 +81,9 @@ class ModelState:
 
     @property
     def label(self) -> str:
-        """Precision and backend in a word or two; "" if matmuls are dense and follow autocast."""
+        """Precision and policy of sparse matmuls; "" if matmuls are dense and follow autocast."""
         words = [str(self.precision).partition(":")[0]] if self.precision else []
-        return " ".join([*words, self.backend.name] if self.backend else words)
+        return " ".join([*words, self.policy.name] if self.policy else words)
 
     @property
     def is_sharded(self) -> bool:

@@ -33,9 +33,9 @@ def prepare(state: ModelState, layers: Mapping[str, SparseLayer]) -> None:
             f"{method.options.name} does not go with sharding: FSDP gathers A(W) without the graph "
             "of its projection; use DistributedDataParallel"
         )
-    if state.backend is not None and state.backend.name != "auto":
+    if state.policy is not None and state.policy.name != "auto":
         raise ConfigError(
-            f"backend={state.backend.name} does not go with sharding: use auto or emulate"
+            f"sparse_matmuls={state.policy.name} does not go with sharding: use auto or emulate"
         )
     for name, layer in layers.items():
         if isinstance(layer.weight, DTensor):

@@ -166,7 +166,7 @@ class Trial(NamedTuple):
         return f"slower: {self.sparse * 1e6:.0f} µs, emulated {self.emulated * 1e6:.0f} µs"
 
 
-class Backend:
+class SparseMatmulPolicy:
     """Policy of a model: which of the possible 2:4 operands are packed.
 
     ``semi_structured`` packs all of them, ``auto`` those whose matmul becomes faster. Layers of one
@@ -208,7 +208,8 @@ class Backend:
             return
         why = statistics.mode(every) if every else f"{method} has no 2:4 operand"
         raise ConfigError(
-            f"backend={self.name}: no matmul can be sparse: {why}: backend=auto or emulate trains"
+            f"sparse_matmuls={self.name}: no matmul can be sparse: {why}: sparse_matmuls=auto or "
+            "emulate trains"
         )
 
     def require_here(
@@ -221,7 +222,9 @@ class Backend:
         if precision is not None:
             base = fp8_matmuls(precision.recipe, precision.name == "fp8_sim")
         if why := unsupported(device, fp8=uses_fp8(base)) or cannot_pack(base.fprop, dtype):
-            raise ConfigError(f"backend={self.name}: {why}: backend=auto or emulate trains")
+            raise ConfigError(
+                f"sparse_matmuls={self.name}: {why}: sparse_matmuls=auto or emulate trains"
+            )
 
     @torch.no_grad()
     def attempt(self, case: Case, device: torch.device, base: Matmuls) -> Trial:
@@ -279,7 +282,7 @@ class LayerMatmuls:
     Args:
         method: reads the present row; see :class:`~sparsepretrain.sparsity.method.Method`.
         precision: None: matmuls follow autocast.
-        backend: None: no operand is packed.
+        policy: None: no operand is packed.
         size: of the stored weight.
         sharded: the weight is prepared for FSDP, whose operands are not packed.
     """
@@ -288,12 +291,12 @@ class LayerMatmuls:
         self,
         method: Method,
         precision: FP8Precision | None,
-        backend: Backend | None,
+        policy: SparseMatmulPolicy | None,
         size: LayerSize,
         *,
         sharded: bool = False,
     ) -> None:
-        self.method, self.precision, self.backend, self.size = method, precision, backend, size
+        self.method, self.precision, self.policy, self.size = method, precision, policy, size
         self.base, self.simulated = unpacked_matmuls(precision, size)
         self.reasons: dict[str, str] = {}
         """N:M operand -> the reason for which it is not packed; "": it is."""
@@ -301,18 +304,18 @@ class LayerMatmuls:
         """Operands that are packed while their row is 2:4."""
         self.is_final = False
         """True once the matmuls were tried with inputs of the layer."""
-        if backend is None:
+        if policy is None:
             return
-        self.reasons = backend.reasons(method.sparse_row, size, self.base)
+        self.reasons = policy.reasons(method.sparse_row, size, self.base)
         if sharded:
             self.reasons = {k: why or "its weight is sharded" for k, why in self.reasons.items()}
-        if backend.name != "auto":
+        if policy.name != "auto":
             self.packs = self._possible
 
     def on(self, device: torch.device, *, sharded: bool) -> LayerMatmuls:
         """Return the matmuls of the same layer on ``device``, not tried yet."""
         size = self.size._replace(device=device)
-        return LayerMatmuls(self.method, self.precision, self.backend, size, sharded=sharded)
+        return LayerMatmuls(self.method, self.precision, self.policy, size, sharded=sharded)
 
     @property
     def _possible(self) -> str:
@@ -349,22 +352,22 @@ class LayerMatmuls:
         """
         if self.is_final or weight.is_meta:
             return False
-        backend, before, device = self.backend, self.packs, weight.device
+        policy, before, device = self.policy, self.packs, weight.device
         if self.precision is not None:
             self.precision.require_here(device)
-        if backend is not None:
-            backend.require_here(device, dtype, self.precision)
+        if policy is not None:
+            policy.require_here(device, dtype, self.precision)
         self.is_final = True
-        if backend is None:
+        if policy is None:
             return False
         shape, dim = self.size.shape, self.size.dim
         tokens = torch.Size(inputs[:-1])
         for name in self._possible:
             case = Case(name, shape[1 - dim], shape[dim], tokens.numel(), dtype, dim, bias)
             why = objection(name, tokens, dtype, self.base)
-            if not why and case not in backend.trials:
-                backend.trials[case] = backend.attempt(case, device, self.base)
-            self.reasons[name] = why or backend.trials[case].objection
+            if not why and case not in policy.trials:
+                policy.trials[case] = policy.attempt(case, device, self.base)
+            self.reasons[name] = why or policy.trials[case].objection
         self.packs = self._possible
         return self.packs != before
 
@@ -412,20 +415,20 @@ def random_matmul(
     return estimate, x, MatmulCall("wgrad", geometry, shape, torch.float32), bias
 
 
-def backend_of(backend: str | Backend) -> Backend | None:
-    """Return the policy of ``sparsify(backend=…)``; None: no operand is packed."""
-    if isinstance(backend, Backend):
-        return backend
-    if backend == "emulate":
+def sparse_matmul_policy(policy: str | SparseMatmulPolicy) -> SparseMatmulPolicy | None:
+    """Return the policy of ``sparsify(sparse_matmuls=…)``; None: no operand is packed."""
+    if isinstance(policy, SparseMatmulPolicy):
+        return policy
+    if policy == "emulate":
         return None
-    if backend in ("semi_structured", "auto"):
-        return Backend(backend)
-    if backend in ("reference", "triton", "cpu", "cusparselt"):
+    if policy in ("semi_structured", "auto"):
+        return SparseMatmulPolicy(policy)
+    if policy in ("reference", "triton", "cpu", "cusparselt"):
         raise ConfigError(
-            f"backend {backend!r} belongs to single kernels (sparsepretrain.kernels); layers have "
-            "'emulate', 'semi_structured' and 'auto'"
+            f"sparse_matmuls={policy!r} is a backend of single kernels (sparsepretrain.kernels); "
+            "layers have 'emulate', 'semi_structured' and 'auto'"
         )
     raise ConfigError(
-        "backend must be 'emulate' (dense matmuls of sparse operands), 'semi_structured' (sparse "
-        f"matmuls) or 'auto' (the faster ones), got {backend!r}"
+        "sparse_matmuls must be 'emulate' (dense matmuls of sparse operands), 'semi_structured' "
+        f"(sparse matmuls) or 'auto' (the faster ones), got {policy!r}"
     )

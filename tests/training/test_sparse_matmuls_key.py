@@ -1,4 +1,4 @@
-"""The key ``backend``: refused where sparse products do not exist, chosen where they are faster."""
+"""The key ``sparse_matmuls``: refused where none exist, chosen where they are faster."""
 
 import json
 
@@ -32,32 +32,34 @@ def environment(outcome):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="such a machine may have them")
 def test_backend_on_a_machine_without_sparse_matmuls(tiny, capsys):
-    given = tiny.overrides("precision=bf16", "backend=semi_structured")
+    given = tiny.overrides("precision=bf16", "sparse_matmuls=semi_structured")
     assert cli.main(["train", *given]) == 2
     (told,) = capsys.readouterr().err.splitlines()
     reason = "this machine has no CUDA device"
-    line = f"backend auto: all matmuls are emulated: {reason}"
-    assert f"backend=semi_structured: {reason}" in told and not (tiny.root / "runs").exists()
+    line = f"sparse_matmuls=auto: all matmuls are emulated: {reason}"
+    assert f"sparse_matmuls=semi_structured: {reason}" in told and not (tiny.root / "runs").exists()
     assert cli.main(["train", *given, "--dry-run"]) == 2
-    assert cli.main(["train", *given[:-1], "backend=auto", "--dry-run"]) == 0
+    assert cli.main(["train", *given[:-1], "sparse_matmuls=auto", "--dry-run"]) == 0
     assert line in capsys.readouterr().out
-    auto = tiny.train("precision=bf16", "backend=auto", "steps=2")
+    auto = tiny.train("precision=bf16", "sparse_matmuls=auto", "steps=2")
     assert auto.code == 0 and line in auto.output.splitlines()
-    assert environment(auto)["backend"] == {"name": "auto", "chosen": line, "products": []}
-    assert auto.directory == tiny.directory("precision=bf16", "backend=emulate", "steps=2")
+    assert environment(auto)["sparse_matmuls"] == {"name": "auto", "chosen": line, "matmuls": []}
+    assert auto.directory == tiny.directory("precision=bf16", "sparse_matmuls=emulate", "steps=2")
 
 
 def test_a_run_names_a_slow_version_once_if_its_matmuls_may_be_sparse(tiny, monkeypatch):
     monkeypatch.setattr(trainer, "slow_version", lambda device: "cuSPARSELt 0.8.0 is slower")
     for backend, times in (("auto", 1), ("emulate", 0)):
-        words = ("precision=bf16", "steps=1", f"backend={backend}", f"name={backend}")
+        words = ("precision=bf16", "steps=1", f"sparse_matmuls={backend}", f"name={backend}")
         assert tiny.train(*words).output.count("note: cuSPARSELt 0.8.0 is slower") == times
 
 
 def test_precision_without_sparse_matmuls_is_refused(tiny, supported, capsys):
-    assert cli.main(["train", *tiny.overrides("backend=semi_structured")]) == 2
+    assert cli.main(["train", *tiny.overrides("sparse_matmuls=semi_structured")]) == 2
     assert "not in float32" in capsys.readouterr().err
-    given = tiny.overrides("backend=semi_structured", "precision=fp8_sim", "precision.dtype=bf16")
+    given = tiny.overrides(
+        "sparse_matmuls=semi_structured", "precision=fp8_sim", "precision.dtype=bf16"
+    )
     assert cli.main(["train", *given]) == 2
     assert "simulated fp8" in capsys.readouterr().err
 
@@ -66,13 +68,13 @@ def test_precision_without_sparse_matmuls_is_refused(tiny, supported, capsys):
 def test_sparse_matmuls_train_like_emulated_ones(method, tiny, supported):
     given = ("precision=bf16", f"sparsity={method}", "model.n_embd=64")
     emulated = losses(tiny.train(*given, "name=emulated"))
-    outcome = tiny.train(*given, "backend=semi_structured", "name=sparse")
+    outcome = tiny.train(*given, "sparse_matmuls=semi_structured", "name=sparse")
     assert "are sparse, cuSPARSELt 0.8.1" in outcome.output
     assert losses(outcome) == pytest.approx(emulated, rel=1e-2)
-    products = environment(outcome)["backend"]["products"]
+    products = environment(outcome)["sparse_matmuls"]["matmuls"]
     assert {(row["runs"], row["tokens"]) for row in products} == {("sparse", 64)}
     # the same run goes on with another backend, and is evaluated without sparse products
-    other = tiny.load(*given, "backend=semi_structured")
+    other = tiny.load(*given, "sparse_matmuls=semi_structured")
     assert freeze.identity(tiny.load(*given)) == freeze.identity(other)
     assert cli.main(["eval", str(outcome.directory)]) == 0
 
@@ -85,7 +87,7 @@ def test_algorithms_are_searched_before_training_only(tiny, supported, monkeypat
         return multiply(*given, **flags)
 
     monkeypatch.setattr(sparse24, "matmul_24", noted)
-    words = ("precision=bf16", "model.n_embd=64", "backend=semi_structured")
+    words = ("precision=bf16", "model.n_embd=64", "sparse_matmuls=semi_structured")
     session = tiny.build(*words)
     assert searched and all(searched)
     searched.clear()
@@ -96,7 +98,7 @@ def test_algorithms_are_searched_before_training_only(tiny, supported, monkeypat
 @pytest.mark.skipif(torch.cuda.is_available(), reason="such a machine may have them")
 def test_fp8_without_a_supported_device_is_refused(tiny, capsys):
     given = tiny.overrides("precision=fp8")
-    for more in ([], ["--dry-run"], ["backend=auto"], ["sparsity=dense"]):
+    for more in ([], ["--dry-run"], ["sparse_matmuls=auto"], ["sparsity=dense"]):
         assert cli.main(["train", *given, *more]) == 2
         (told,) = capsys.readouterr().err.splitlines()
         assert "precision=fp8: " in told and "precision=fp8_sim" in told
@@ -110,7 +112,7 @@ def test_fp8_trains_like_simulated_fp8(backend, tiny, supported, monkeypatch, ca
     simulated = losses(tiny.train("precision=fp8_sim", *given))
     with monkeypatch.context() as patch:
         patch.setattr(choice, "no_fp8_matmuls", lambda device: "")
-        outcome = tiny.train("precision=fp8", *given, f"backend={backend}")
+        outcome = tiny.train("precision=fp8", *given, f"sparse_matmuls={backend}")
         assert cli.main(["train", *tiny.overrides("precision=fp8", *given), "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "fp8 e4m3: fprop e4m3×e4m3, dgrad and wgrad e4m3×e4m3" in shown
@@ -130,12 +132,14 @@ def test_choices_of_auto_are_recorded(tiny, supported, monkeypatch):
         return {name: seconds(run) for name, run in works.items()}
 
     monkeypatch.setattr(choice, "medians", medians)
-    given = ("precision=bf16", "backend=auto", "steps=2", "compile=false", "model.n_embd=64")
+    given = ("precision=bf16", "sparse_matmuls=auto", "steps=2", "compile=false", "model.n_embd=64")
     outcome = tiny.train(*given)
-    assert "backend auto: 2 of 4 matmuls are sparse, cuSPARSELt 0.8.1" in outcome.output
+    assert "sparse_matmuls=auto: 2 of 4 matmuls are sparse, cuSPARSELt 0.8.1" in outcome.output
     written = environment(outcome)
     assert any("slower: 3000 µs, emulated 2000 µs" in line for line in written["coverage"])
-    rows = {(row["product"], row["out_features"]): row for row in written["backend"]["products"]}
+    rows = {
+        (row["matmul"], row["out_features"]): row for row in written["sparse_matmuls"]["matmuls"]
+    }
     assert set(rows) == {(p, n) for p in ("fprop", "wgrad") for n in (64, 256)}
     for (product, _), row in rows.items():
         assert row["runs"] == ("sparse" if product == "fprop" else "emulated")
@@ -144,7 +148,7 @@ def test_choices_of_auto_are_recorded(tiny, supported, monkeypatch):
 
 def test_emulate_is_a_silent_default(tiny):
     outcome = tiny.train("steps=2")
-    assert "backend" not in outcome.output and "backend" not in environment(outcome)
+    assert "matmuls are" not in outcome.output and "sparse_matmuls" not in environment(outcome)
     session = tiny.build("steps=2")
     matmuls = next(iter(session.sparsifier.layers.values())).operands.matmuls
     assert matmuls.now(torch.float32, True) is DENSE and matmuls.reasons == {}
