@@ -1,4 +1,4 @@
-"""Measure the ceilings of a GPU, and see if a product of cuSPARSELt can be captured in a graph.
+"""Measure the ceilings of a GPU, and see if a matmul of cuSPARSELt can be captured in a graph.
 
 A copy bounds every kernel that streams, and a dense matmul every step; the launch overhead decides
 from which size on the GPU waits for Python. Takes 20 seconds. Without a GPU, sizes are tiny.
@@ -85,7 +85,7 @@ def launch(device: torch.device) -> list[Case]:
 
 
 def sparse(device: torch.device) -> list[Case]:
-    """Compare a packed product with the dense one, launched and replayed from a graph."""
+    """Compare a packed matmul with the dense one, launched and replayed from a graph."""
     out, inner, tokens = LINEAR
     random = torch.Generator(device).manual_seed(0)
     w = nm_prune(torch.randn(out, inner, generator=random, device=device))[0].bfloat16()
@@ -96,13 +96,13 @@ def sparse(device: torch.device) -> list[Case]:
     with searching():
         error = difference(run(), expected)
     if not error <= TOLERANCE:
-        return [Case(name=name, status=f"wrong: differs from the dense product by {error:.3g}")]
+        return [Case(name=name, status=f"wrong: differs from the dense matmul by {error:.3g}")]
     series = interleave({"2:4": run, "dense": partial(torch.matmul, x, w.t())}, 10, device=device)
     us = {label: statistics.median(each.us) for label, each in series.items()}
     case = Case(name=name, value=us["2:4"], detail={"max_err": error, "mode": series["2:4"].mode})
     case.detail["times_as_fast_as"] = {"dense": us["dense"] / us["2:4"]}
     if series["2:4"].mode != "graph":
-        case.status = "failed: the product cannot be captured in a CUDA graph"
+        case.status = "failed: the matmul cannot be captured in a CUDA graph"
     return [case]
 
 

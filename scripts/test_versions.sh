@@ -3,7 +3,7 @@
 #
 #   PYTHON=.venv/bin/python VERSIONS=.versions scripts/test_versions.sh
 #
-# In an environment per version of torch: every kernel through the stub driver, products on fake CUDA
+# In an environment per version of torch: every kernel through the stub driver, matmuls on fake CUDA
 # tensors, layers, torch.compile, and a short training run. Versions of Triton alone: the stub driver.
 # Versions of Hydra alone: configurations and the command line.
 # Environments are made once, below VERSIONS (5 to 8 GB each, with the CUDA libraries of torch), and

@@ -129,7 +129,7 @@ STAGES: dict[str, Stage] = {
         "--model gpt2_774m --rounds 6 --variants dense,sste:auto,tsrste:auto,slope:auto",
     ),
     "kernels": bench(300, "kernels"),
-    "products": bench(200, "products"),
+    "square": bench(200, "square"),
     "linear": bench(200, "linear"),
     "blocks": bench(300, "blocks"),
     "blocks-auto": bench(400, "blocks", AUTO),

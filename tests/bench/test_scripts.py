@@ -42,7 +42,7 @@ def labels(cases, before):
 
 
 @WITHOUT_GPU
-@pytest.mark.parametrize("script", ["facts", "kernels", "blocks", "products"])
+@pytest.mark.parametrize("script", ["facts", "kernels", "blocks", "square"])
 def test_rehearsal_measures_tiny_sizes(run, script):
     code, cases = run(script)
     measured = [case for case in cases if not case["status"].startswith("skipped")]
@@ -136,7 +136,7 @@ for name in registry.names("method"):
 names = [m.name for m in pkgutil.iter_modules(sparsepretrain.kernels.__path__)]
 for name in names:
     importlib.import_module("sparsepretrain.kernels." + name)
-for name in ("kernels", "linear", "blocks", "products", "facts"):
+for name in ("kernels", "linear", "blocks", "square", "facts"):
     importlib.import_module(name)
 import sparsepretrain as sp
 sp.sparsify

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from matmul_cases import Stopwatch, assert_close, magnitudes, outputs, train_in_bf16
 from operands import into_sparse_phase, packed
-from product_cases import Stopwatch, assert_close, magnitudes, outputs, train_in_bf16
 from small_loops import attached, eager_and_compiled
 from small_models import Layer
 from sparse_cases import PACKED, SETTLED, STEPS

@@ -40,7 +40,7 @@ def works(options: Options) -> dict[str, Work]:
     if not torch.cuda.is_available():
         sizes, rounds, device = (TINY,), 2, CPU
     pairs = [(name, n) for name in TYPES for n in sizes]
-    return {title(*pair): partial(product, *pair, device, rounds) for pair in pairs}
+    return {title(*pair): partial(square, *pair, device, rounds) for pair in pairs}
 
 
 def title(name: str, n: int) -> str:
@@ -48,7 +48,7 @@ def title(name: str, n: int) -> str:
     return f"matmul, {name}, {n}³"
 
 
-def product(name: str, n: int, device: torch.device, rounds: int) -> list[Case]:
+def square(name: str, n: int, device: torch.device, rounds: int) -> list[Case]:
     """Time Y = A·Xᵀ of (n, n) matrices after a comparison with fp32."""
     dtype, random = TYPES[name], torch.Generator(device).manual_seed(0)
     a, x = (torch.randn(n, n, generator=random, device=device).to(dtype) for _ in "ax")
@@ -81,4 +81,4 @@ def product(name: str, n: int, device: torch.device, rounds: int) -> list[Case]:
 
 
 if __name__ == "__main__":
-    sys.exit(main("products", works))
+    sys.exit(main("square", works))

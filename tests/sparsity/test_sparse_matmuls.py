@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
+from matmul_cases import Stopwatch, assert_close, cut_groups, magnitudes, outputs, train_in_bf16
 from operands import into_sparse_phase, packed
-from product_cases import Stopwatch, assert_close, cut_groups, magnitudes, outputs, train_in_bf16
 from small_loops import attached
 from small_models import Layer, Mixed, draw
 from sparse_cases import CASES, IDS, PACKED, SETTLED, STEPS
