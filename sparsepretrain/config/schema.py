@@ -106,9 +106,9 @@ class Run:
     workers: Annotated[int, "≥ 0"]
     """Processes that prepare batches; 0: the training process prepares them."""
     init: Init = field(default_factory=Init)
-    compile: Literal["auto", "none", "off", "blocks"] | bool
+    compile: Literal["auto", "none", "blocks", "model"]
     """Scope of torch.compile; auto: blocks on a GPU for runs of more than three minutes, else none;
-    true: the whole model; false: none."""
+    model: all in one."""
     activation_checkpointing: bool
     """Keep only the inputs of blocks and compute the rest again in the backward: less memory, about
     a third more FLOPs."""
@@ -162,8 +162,8 @@ class Run:
         """Yield settings that do not work with ``parallel=fsdp``."""
         if getattr(self.parallel, "name", "") != "fsdp":
             return
-        if self.compile is True:
-            yield "compile", "expected auto, none or blocks with parallel=fsdp, got true"
+        if self.compile == "model":
+            yield "compile", "expected auto, none or blocks with parallel=fsdp, got model"
         precision = getattr(self.precision, "name", "fp32")
         if precision in ("fp16", "fp8", "fp8_sim"):
             yield "precision", f"must be fp32, bf16 or fp64 with parallel=fsdp, got {precision}"

@@ -260,7 +260,7 @@ def nm_holds(weight: Tensor, n: int, m: int, dim: int) -> Tensor:
 def prove(layers: dict[str, SparseLayer], state: ModelState) -> Proof:
     """Count non-zeros per group of M along in_features in every forward weight."""
     (n, m), phase = state.method.pattern, state.method.phase
-    why = "" if phase.evaluation else phase.why
+    why = "" if phase.evaluation else phase.reason
     proof = Proof(pattern=f"{n}:{m}", sparse=False, why_dense=why)
     found = {}
     for name, layer in layers.items():

@@ -30,7 +30,7 @@ class Phase(NamedTuple):
 
     training: bool = True  # training matmuls see the operands of `row`, not W, X and G
     evaluation: bool = True  # evaluation, `densify` and proofs use A(W), not W
-    why: str = ""  # reason for dense training: until or since which step, by which option
+    reason: str = ""  # why training is dense: until or since which step, by which option
     row: Row = Row()  # operands of training matmuls
     stage: int = 0  # of the method; compiled graphs may branch on it, as it changes rarely
 

@@ -221,10 +221,10 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
     folded: list[str] = []
     for state in states:
         state.sync()
-        if (phase := state.method.phase) and not phase.evaluation and phase.why:
+        phase, name = state.method.phase, state.method.options.name
+        if not phase.evaluation and phase.reason:
             warnings.warn(
-                f"{state.method.options.name} evaluates dense weights {phase.why}: densify leaves "
-                "no zeros in them",
+                f"{name} evaluates dense weights {phase.reason}: densify leaves no zeros in them",
                 SparsePretrainWarning,
                 stacklevel=2,
             )

@@ -38,8 +38,7 @@ def scope_of(run: Run, device: torch.device, seconds: float) -> Scope:
         seconds: estimated training time without compilation, which ``auto`` depends on; 0 if the
             session does not train.
     """
-    names: dict[Any, str] = {True: "model", False: "none", "off": "none"}
-    mode = names.get(run.compile, str(run.compile))
+    mode: str = run.compile
     if mode == "auto":
         # compiled blocks run no hooks of probes
         able = device.type == "cuda" and not run.probe

@@ -21,7 +21,16 @@ from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.sparsity import Method
 from sparsepretrain.tracking.console import Console
 
-DECIDED = ("model", "sparsity", "optim", "schedule", "experiment", "steps", "epochs", "eval")
+SET_BY_CHECKPOINT = (
+    "model",
+    "sparsity",
+    "optim",
+    "schedule",
+    "experiment",
+    "steps",
+    "epochs",
+    "eval",
+)
 """Groups and keys that an evaluation cannot override."""
 
 
@@ -38,18 +47,18 @@ def evaluated(source: WeightSource, overrides: Sequence[str], config_dirs: Seque
         parsed.errors += [
             f"{word}: the checkpoint decides {word.partition('.')[0]}; leave it out"
             for word in (*parsed.choices, *typed)
-            if word.partition(".")[0] in DECIDED
+            if word.partition(".")[0] in SET_BY_CHECKPOINT
         ]
     if parsed.errors:
         raise ConfigError(parsed.errors)
     if source.config is None:
         parsed.choices = {"sparsity": "dense", **parsed.choices, "model": "pretrained"}
-        _put_first(parsed, dict.fromkeys(("model.path", "init.path"), str(source.path)))
+        _prepend(parsed, dict.fromkeys(("model.path", "init.path"), str(source.path)))
         plain, _ = build(parsed)
         if "tokenizer" in plain["data"] and "data.tokenizer" not in typed:
             if tokenizer_file(source) is None:
                 raise ConfigError(f"{source.path} has no tokenizer.json: give data.tokenizer")
-            plain["data"] |= _reading(source, plain["data"])
+            plain["data"] |= _reading_options(source, plain["data"])
     else:
         if "plugins" not in typed:
             registry.require_imported(source.config.get("plugins"), source.path)
@@ -60,7 +69,7 @@ def evaluated(source: WeightSource, overrides: Sequence[str], config_dirs: Seque
             if given := sorted(typed & {"data.tokenizer", "data.vocab_size"}):
                 text = "token ids mean what the run's tokenizer says; leave it out"
                 raise ConfigError(f"{given[0]}: {text}")
-            new |= _reading(source, new)
+            new |= _reading_options(source, new)
     if "batch.micro" in typed:
         plain["batch"]["size"] = plain["batch"]["micro"]  # evaluation has no global batch
     return validate(plain)
@@ -74,14 +83,14 @@ def finetuned(
     The recipe of ``task=`` brings data, optimizer, schedule and epochs; the checkpoint brings the
     model, its tokenizer, method and precision. What is typed wins.
     """
-    parsed = _asked(overrides, config_dirs)
+    parsed = _parse_overrides(overrides, config_dirs)
     source = weights.find(checkpoint, console.warn)
-    plain = _take_on(source, parsed)
+    plain = _apply_checkpoint(source, parsed)
     if "tokenizer" in plain.get("task", {}):
-        _put_first(parsed, {"task.tokenizer": _name(tokenizer_file(source), source)})
+        _prepend(parsed, {"task.tokenizer": _name(tokenizer_file(source), source)})
     elif "tokenizer" in plain.get("data", {}):
-        reading = _reading(source, plain["data"])
-        _put_first(parsed, {f"data.{key}": value for key, value in reading.items()})
+        reading = _reading_options(source, plain["data"])
+        _prepend(parsed, {f"data.{key}": value for key, value in reading.items()})
     return load_parsed(parsed)
 
 
@@ -90,8 +99,8 @@ def check_finetuning(run: Run, overrides: Sequence[str], config_dirs: Sequence[P
 
     Its tokenizer is not known yet, so the keys of the data are not judged.
     """
-    parsed = _asked(overrides, config_dirs)
-    _take_on(WeightSource(RunDirectory.of(run).path, config=run.plain), parsed)
+    parsed = _parse_overrides(overrides, config_dirs)
+    _apply_checkpoint(WeightSource(RunDirectory.of(run).path, config=run.plain), parsed)
     try:
         load_parsed(parsed)
     except ConfigError as error:
@@ -100,7 +109,7 @@ def check_finetuning(run: Run, overrides: Sequence[str], config_dirs: Sequence[P
             raise ConfigError(known) from error
 
 
-def _asked(overrides: Sequence[str], config_dirs: Sequence[Path]) -> Overrides:
+def _parse_overrides(overrides: Sequence[str], config_dirs: Sequence[Path]) -> Overrides:
     """Read the overrides of a fine-tuning."""
     parsed = read(with_recipe(overrides, config_dirs), config_dirs)
     if "model" in parsed.choices:
@@ -108,7 +117,7 @@ def _asked(overrides: Sequence[str], config_dirs: Sequence[Path]) -> Overrides:
     return parsed
 
 
-def _take_on(source: WeightSource, parsed: Overrides) -> dict[str, Any]:
+def _apply_checkpoint(source: WeightSource, parsed: Overrides) -> dict[str, Any]:
     """Apply a checkpoint, except its tokenizer, to ``parsed``; return the composed values."""
     place = source.path.resolve() if isinstance(source.path, Path) else source.path
     settings: dict[str, Any] = {"init.path": str(place)}
@@ -122,7 +131,7 @@ def _take_on(source: WeightSource, parsed: Overrides) -> dict[str, Any]:
         settings |= _from_run(source.config, parsed)
     method: type[Method] = registry.get("method", parsed.choices["sparsity"])
     settings |= {f"sparsity.{key}": value for key, value in method.finetuning.options.items()}
-    _put_first(parsed, settings)
+    _prepend(parsed, settings)
     if parsed.errors:
         load_parsed(parsed)  # raises with all errors
     return build(parsed)[0]
@@ -172,12 +181,12 @@ def _from_run(config: dict[str, Any], parsed: Overrides) -> dict[str, Any]:
     return settings
 
 
-def _put_first(parsed: Overrides, settings: dict[str, Any]) -> None:
+def _prepend(parsed: Overrides, settings: dict[str, Any]) -> None:
     """Set values that typed overrides can still change."""
     parsed.values[:0] = settings.items()
 
 
-def _reading(source: WeightSource, data: dict[str, Any]) -> dict[str, Any]:
+def _reading_options(source: WeightSource, data: dict[str, Any]) -> dict[str, Any]:
     """``tokenizer`` and ``vocab_size`` with which ``data`` reads text as the checkpoint's model."""
     before = {"tokenizer": source.path} if source.config is None else source.config["data"]
     name, size = before.get("tokenizer"), before.get("vocab_size")

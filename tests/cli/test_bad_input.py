@@ -73,7 +73,8 @@ def wrong_types() -> list[tuple[list[str], list[str]]]:
         ([override], [override.partition("=")[0] + " must be"])
         for override in (
             "steps=1.5", "steps=many", "steps=null", "steps=true", "steps=[1]", "seed=1e3",
-            "compile=1", "compile=yes", "clip=nan", "clip=inf", "clip=x", "batch=5",
+            "compile=1", "compile=yes", "compile=true", "compile=off",
+            "clip=nan", "clip=inf", "clip=x", "batch=5",
             "eval=null", "optim.betas=0.9", "optim.betas=[0.9]", "plugins=a.py",
             "model.n_layer=1.0", "model.bias=0", "sparsity.targets=5", "sparsity.window=1",
             "tracker.entity=1", "guard=none", "sparsity.window.start=early",

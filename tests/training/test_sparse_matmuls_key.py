@@ -132,7 +132,7 @@ def test_choices_of_auto_are_recorded(tiny, supported, monkeypatch):
         return {name: seconds(run) for name, run in works.items()}
 
     monkeypatch.setattr(choice, "medians", medians)
-    given = ("precision=bf16", "sparse_matmuls=auto", "steps=2", "compile=false", "model.n_embd=64")
+    given = ("precision=bf16", "sparse_matmuls=auto", "steps=2", "compile=none", "model.n_embd=64")
     outcome = tiny.train(*given)
     assert "sparse_matmuls=auto: 2 of 4 matmuls are sparse, cuSPARSELt 0.8.1" in outcome.output
     written = environment(outcome)

@@ -44,7 +44,7 @@ def test_batch_that_does_not_divide_is_refused():
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["compile=true"], "compile "),
+        (["compile=model"], "compile "),
         (["precision=fp16"], "precision "),
         (["+probe.scale={}"], "probe "),
         (["parallel.nproc=4", "parallel.replicas=3"], "parallel.replicas "),
