@@ -79,7 +79,7 @@ class Sparsifier:
         """True if the next step trains with N:M operands."""
         return bool(self.method.phase.row.sparse)
 
-    def attach(self, optimizer: Any, *others: Any) -> None:
+    def attach(self, optimizer: Any, *others: Any, only_finite: bool = False) -> None:
         """Register hooks on the step of the optimizer that holds the sparse weights.
 
         Before a step they change gradients (J); after it they update counters, masks and operands,
@@ -88,6 +88,8 @@ class Sparsifier:
 
         Args:
             optimizer, others: the optimizers of the model, such as Muon and AdamW, in any order.
+            only_finite: the loop steps on finite gradients only. A fused optimizer then skips no
+                step, and its ``found_inf`` is not read from the device after each of them.
 
         Raises:
             ConfigError: already attached, not an optimizer, a sparse weight is missing, sparse
@@ -117,6 +119,7 @@ class Sparsifier:
             mark([layer.weight for layer in self.layers.values()])
         self.method.read_optimizer(hooked)
         self._state.write()
+        self.steps.only_finite = only_finite
         self._state.attachment.attach(hooked, self.steps.before, self.steps.after)
         self._state.baseline_due = self.completed_steps == 0
         self.steps.take_baseline()

@@ -90,14 +90,13 @@ def build_session(
     if compute_dtype(run.precision) == torch.float64:
         model.double()
     sparsifier = sparsify_model(run, task, model, device)
-    sparsifier.steps.only_finite = True  # the guard stops or skips other steps
     restore_method(sparsifier, buffers)
     if sharded:
         from sparsepretrain.training.shards import shard
 
         shard(run, model, sparsifier, world)
     optimizer = build_optimizer(model, run.optim, sparsifier.method.build_optimizer)
-    sparsifier.attach(optimizer)
+    sparsifier.attach(optimizer, only_finite=True)  # the guard stops or skips other steps
     sparsifier.store_operands(compute_dtype(run.precision))
     if run.activation_checkpointing:
         recompute_blocks(model)

@@ -55,15 +55,15 @@ def evaluate_checkpoint(
     console = console or Console()
     source = weights.find(path, console.warn, average=average)
     run = derive.evaluated(source, overrides, config_dirs)
-    t = build_session(
+    session = build_session(
         run, console, splits=(split,), initial=source if source.config is None else None
     )
-    samples = t.task.samples(split)
+    samples = session.task.samples(split)
     if not samples:
         raise DataError(f"the {split} split of {run.data.name} is empty: choose another")
-    _load_weights(t, source, console)
-    proof = t.sparsifier.prove()
-    metrics = validation.evaluate(t, split, None, final=True)
+    _load_weights(session, source, console)
+    proof = session.sparsifier.prove()
+    metrics = validation.evaluate(session, split, None, final=True)
     assert metrics is not None
     step = "" if source.step is None else f", step {source.step:,}"
     if source.averaged:
@@ -71,8 +71,8 @@ def evaluate_checkpoint(
         step = f", mean of the weights of steps {steps}"
     rows = [
         ("checkpoint", f"{source.path}{step}"),
-        (split, f"{samples:,} {t.task.sample} of {run.data.name}, every one once"),
-        ("target layers", f"{len(t.sparsifier.layers)}: {proof}"),
+        (split, f"{samples:,} {session.task.sample} of {run.data.name}, every one once"),
+        ("target layers", f"{len(session.sparsifier.layers)}: {proof}"),
         *((k, significant(v) if isinstance(v, float) else str(v)) for k, v in metrics.items()),
     ]
     console.table(f"{run.task.name}, {run.sparsity.name}", rows)
@@ -90,9 +90,9 @@ def evaluate_checkpoint(
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "task": run.task.name,
         "data": run.data.name,
-        "fingerprint": t.task.fingerprint,
+        "fingerprint": session.task.fingerprint,
         "overrides": list(overrides),
-        "environment": environment(t.device),
+        "environment": environment(session.device),
         "split": split,
         "samples": samples,
         "weights": "sparse" if proof.holds else "dense",
@@ -105,37 +105,41 @@ def evaluate_checkpoint(
     if out is None and source.run is not None:
         out = source.run.evaluations_file
     if out is not None:
-        t.world.first(lambda: append(result, out))
+        session.world.first(lambda: append(result, out))
         console.info(f"written to {out}")
     return result
 
 
-def _load_weights(t: Session, source: WeightSource, console: Console) -> None:
+def _load_weights(session: Session, source: WeightSource, console: Console) -> None:
     """Load the weights, the averages that the run kept, and the state of the method."""
     newest = source.checkpoint
     if newest is None:  # init.path has loaded them
-        rows = t.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-        if (tokens := getattr(t.run.data, "vocab_size", 0)) > rows:
+        rows = session.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+        if (tokens := getattr(session.run.data, "vocab_size", 0)) > rows:
             raise ConfigError(f"data.vocab_size is {tokens}, but {source.path} has {rows} tokens")
         return
     assert source.config is not None
     fingerprint = newest.part("fingerprint")
-    same_data = source.config["data"] == t.run.plain["data"]
-    if same_data and fingerprint != t.task.fingerprint:
+    same_data = source.config["data"] == session.run.plain["data"]
+    if same_data and fingerprint != session.task.fingerprint:
         text = f"the data are not those of the run (fingerprint {fingerprint} then)"
-        if tokenizer(getattr(t.run.data, "tokenizer", "")).origin == "trained":
+        if tokenizer(getattr(session.run.data, "tokenizer", "")).origin == "trained":
             raise DataError(f"{text}, so token ids mean other text: prepare the same data again")
         console.warn(text)
     try:
-        t.model.load_state_dict(source.model_state(k for k, _ in t.model.named_parameters()))
+        session.model.load_state_dict(
+            source.model_state(k for k, _ in session.model.named_parameters())
+        )
     except RuntimeError as error:
         raise CheckpointError(f"{newest} does not fit this model: {reason(error)}") from error
-    t.sparsifier.load_state_dict(newest.part("sparsifier"))
+    session.sparsifier.load_state_dict(newest.part("sparsifier"))
     if source.averaged:
-        t.ema = None  # one average at a time
-    if t.ema is not None:
-        kept, updates = averages({key: newest.part(key) for key in ("ema", "ema_updates")}, t.model)
-        t.ema.load({name: value[...] for name, value in kept.items()}, updates)
+        session.ema = None  # one average at a time
+    if session.ema is not None:
+        kept, updates = averages(
+            {key: newest.part(key) for key in ("ema", "ema_updates")}, session.model
+        )
+        session.ema.load({name: value[...] for name, value in kept.items()}, updates)
 
 
 def append(result: dict[str, Any], file: Path) -> None:

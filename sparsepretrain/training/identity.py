@@ -32,13 +32,13 @@ def weights_hash(model: nn.Module) -> str:
     return _hash(model.state_dict().items())
 
 
-def run_hashes(t: Session, source: Checkpoint | None) -> dict[str, Any]:
+def run_hashes(session: Session, source: Checkpoint | None) -> dict[str, Any]:
     """``hashes``: ``initial_weights``, ``data_order`` and ``evaluation`` (None without one).
 
     Equal for all methods of a seed with the same model, data, batch and evaluation.
 
     Args:
-        t: not trained yet.
+        session: not trained yet.
         source: the checkpoint that it continues: the hashes are those that its run has recorded,
             and none if it has recorded none.
     """
@@ -48,7 +48,7 @@ def run_hashes(t: Session, source: Checkpoint | None) -> dict[str, Any]:
             kept = {} if begun is None else begun.environment()
             return {key: kept[key] for key in ("hashes",) if key in kept}
         return {}
-    run, task = t.run, t.task
+    run, task = session.run, session.task
     size, evaluation = run.batch.size, None
     order = [Request("train", step, range(size), size) for step in range(min(STEPS, run.steps))]
     if run.eval.batches != 0:
@@ -56,7 +56,7 @@ def run_hashes(t: Session, source: Checkpoint | None) -> dict[str, Any]:
         asked = split_requests("validation", samples, run.batch.micro, run.eval.batches)
         count = sum(len(request.positions) for request in asked)
         evaluation = _data_hash(task, [Request("validation", 0, range(count), samples)])
-    hashes = {"initial_weights": t.initial_weights, "data_order": _data_hash(task, order)}
+    hashes = {"initial_weights": session.initial_weights, "data_order": _data_hash(task, order)}
     return {"hashes": {**hashes, "evaluation": evaluation}}
 
 

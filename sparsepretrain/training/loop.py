@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from sparsepretrain.training.validation import evaluate, moved, share_statistics
 
 
 def run_steps(
-    t: Session,
+    session: Session,
     log: Callable[[dict[str, Any]], None],
     save: Callable[[], None],
     save_masks: Callable[[], None],
@@ -36,75 +37,88 @@ def run_steps(
     The newest checkpoint is always at a step boundary, and the record's lines up to its step were
     written before it, so an interrupted run resumes exactly.
     """
-    run = t.run
+    run = session.run
     while True:
-        if _due(run.eval.every, t) and run.eval.batches != 0 and t.evaluated != t.step:
-            metrics = evaluate(t, "validation", run.eval.batches, final=t.step >= t.end)
+        if (
+            _due(run.eval.every, session)
+            and run.eval.batches != 0
+            and session.evaluated != session.step
+        ):
+            metrics = evaluate(
+                session, "validation", run.eval.batches, final=session.step >= session.end
+            )
             if metrics is not None:
-                t.evaluated = t.step
-                log({"step": t.step, "tokens": t.tokens, "split": "validation", **metrics})
-        stopping = t.stopping
-        if t.step and (stopping is not None or _due(run.checkpoint.every, t)):
-            if t.last is not None:
-                _read_numbers(t, t.last)
-            require_finite_weights(t.model, t.parameters, t.world, t.step)
-            share_statistics(t)
+                session.evaluated = session.step
+                log(
+                    {
+                        "step": session.step,
+                        "tokens": session.tokens,
+                        "split": "validation",
+                        **metrics,
+                    }
+                )
+        stopping = session.stopping
+        if session.step and (stopping is not None or _due(run.checkpoint.every, session)):
+            if session.last is not None:
+                _read_numbers(session, session.last)
+            require_finite_weights(session.model, session.parameters, session.world, session.step)
+            share_statistics(session)
             save()
-        if stopping is not None or t.step >= t.end:
+        if stopping is not None or session.step >= session.end:
             return stopping
-        step = train_step(t)
-        layers = bool(run.log.layers_every) and t.step % run.log.layers_every == 0
-        if _logs(t) or step.event:
+        step = train_step(session)
+        layers = bool(run.log.layers_every) and session.step % run.log.layers_every == 0
+        if _logs(session) or step.event:
             numbers = {"loss": step.loss, "lr": step.lr, "grad_norm": step.grad_norm}
-            require_finite_weights(t.model, t.parameters, t.world, t.step)
-            line = {"step": t.step, "tokens": t.tokens, **numbers}
-            for observer in t.observers:
-                line |= observer.at_log(t, per_layer=layers)
-            if t.guard.skipped:
-                line["skipped"] = t.guard.skipped
+            require_finite_weights(session.model, session.parameters, session.world, session.step)
+            line = {"step": session.step, "tokens": session.tokens, **numbers}
+            for observer in session.observers:
+                line |= observer.at_log(session, per_layer=layers)
+            if session.guard.skipped:
+                line["skipped"] = session.guard.skipped
             log(line)
-        if run.log.masks_every and t.step % run.log.masks_every == 0:
+        if run.log.masks_every and session.step % run.log.masks_every == 0:
             save_masks()
 
 
-def train_step(t: Session) -> Step:
+def train_step(session: Session) -> Step:
     """Take one optimizer step over the global batch.
 
     Raises:
         DataError: the batch has no target tokens.
         DivergedError: the guard refuses the update, of this step or of the one before.
     """
-    run, was_sparse = t.run, t.sparsifier.sparse
-    if not t.model.training:  # after an evaluation; visiting every module takes time
-        t.model.train()
-    lr = learning_rate(run.schedule, run.optim.lr, t.step, run.steps)
-    for group in t.optimizer.param_groups:
+    run, was_sparse = session.run, session.sparsifier.sparse
+    if not session.model.training:  # after an evaluation; visiting every module takes time
+        session.model.train()
+    lr = learning_rate(run.schedule, run.optim.lr, session.step, run.steps)
+    for group in session.optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
-    for observer in t.observers:
-        observer.before_step(t)
+    for observer in session.observers:
+        observer.before_step(session)
     started = time.perf_counter()
-    batches = t.batches.step(t.step)
+    batches = session.batches.step(session.step)
     waited = time.perf_counter() - started
-    items = _items(t, batches)
+    items = _items(session, batches)
     if not items:
         raise DataError(
-            f"step {t.step + 1}: the batch has no target tokens (all labels are ignored)"
+            f"step {session.step + 1}: the batch has no target tokens (all labels are ignored)"
         )
-    losses = _gradients(t, batches, items)
+    losses = _gradients(session, batches, items)
     # A stop request travels with the losses: it costs no further collective, and every rank reads
     # it at the same step.
-    if t.own_stop is not None:
-        losses[ENDS.index(t.own_stop) - len(ENDS)] = 1.0
-    t.world.sum(losses)
-    t.scaler.unscale_(t.optimizer)
-    for observer in t.observers:
-        observer.after_backward(t)
-    parameters = [p for p in t.parameters if p.grad is not None]
+    if session.own_stop is not None:
+        losses[ENDS.index(session.own_stop) - len(ENDS)] = 1.0
+    session.world.sum(losses)
+    session.scaler.unscale_(session.optimizer)
+    for observer in session.observers:
+        observer.after_backward(session)
+    parameters = [p for p in session.parameters if p.grad is not None]
     norms = torch.stack(torch._foreach_norm([p.grad for p in parameters if p.grad is not None]))
     # before clipping, which spreads a NaN to every gradient
-    norm = t.world.whole(torch.linalg.vector_norm(norms))
+    norm = session.world.whole(torch.linalg.vector_norm(norms))
     step = Step(
-        number=t.step + 1,
+        number=session.step + 1,
         lr=lr,
         items=items,
         waited=waited,
@@ -112,67 +126,67 @@ def train_step(t: Session) -> Step:
         parameters=parameters,
         norms=norms,
         norm=norm,
-        judge=lambda loss, norm: _judge(t, step, loss, norm),
+        judge=partial(_judge, session),
     )
     # With reads_late this step's numbers stay on the device until the next step is launched, which
     # then does not wait for them.
-    before, t.last = t.last, step if t.reads_late else None
-    if t.reads_late or step.read():
+    before, session.last = session.last, step if session.reads_late else None
+    if session.reads_late or step.read():
         if run.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, run.clip, norm)
-        if t.reads_late:
-            _step_if_finite(t.optimizer, step, before)
+        if session.reads_late:
+            _step_if_finite(session.optimizer, step, before)
         else:
-            t.scaler.step(t.optimizer)
-    t.scaler.update()  # after an overflow: halves the scale
-    t.optimizer.zero_grad(set_to_none=True)
-    t.step += 1
-    t.tokens += items
+            session.scaler.step(session.optimizer)
+    session.scaler.update()  # after an overflow: halves the scale
+    session.optimizer.zero_grad(set_to_none=True)
+    session.step += 1
+    session.tokens += items
     if before is not None:
-        _read_numbers(t, before)
+        _read_numbers(session, before)
     # A new phase or new masks get a line of the record, so their numbers are needed now.
-    changed = t.sparsifier.sparse != was_sparse or t.sparsifier.refreshed
-    if not t.reads_late or before is None or changed or _needs_numbers(t):
-        _read_numbers(t, step)
-    step.event = changed or not t.updated
-    for observer in t.observers:
-        observer.after_step(t, step)
+    changed = session.sparsifier.sparse != was_sparse or session.sparsifier.refreshed
+    if not session.reads_late or before is None or changed or _needs_numbers(session):
+        _read_numbers(session, step)
+    step.event = changed or not session.updated
+    for observer in session.observers:
+        observer.after_step(session, step)
     return step
 
 
-def _read_numbers(t: Session, step: Step) -> None:
+def _read_numbers(session: Session, step: Step) -> None:
     """Wait for the numbers of a step; every rank does so at the same points of the loop."""
     try:
         step.read()
     except DivergedError:
-        t.last = None  # a caller that trains on does so without the refused step
+        session.last = None  # a caller that trains on does so without the refused step
         raise
-    t.agreed = step.stop
+    session.agreed = step.stop
 
 
-def _needs_numbers(t: Session) -> bool:
+def _needs_numbers(session: Session) -> bool:
     """Return True if the log, an evaluation, a checkpoint or a probe needs the last loss now."""
-    run = t.run
-    masks = run.log.masks_every and t.step % run.log.masks_every == 0
-    due = _due(run.eval.every, t) or _due(run.checkpoint.every, t)
-    return bool(_logs(t) or due or masks or run.probe)
+    run = session.run
+    masks = run.log.masks_every and session.step % run.log.masks_every == 0
+    due = _due(run.eval.every, session) or _due(run.checkpoint.every, session)
+    return bool(_logs(session) or due or masks or run.probe)
 
 
-def _judge(t: Session, step: Step, loss: float, grad_norm: float) -> bool:
+def _judge(session: Session, step: Step, loss: float, grad_norm: float) -> bool:
     """Let the guard judge a step; False if it refuses the update."""
 
     def culprits() -> list[str]:
-        names = {id(p): name for name, p in t.model.named_parameters()}
-        finite = torch.isfinite(t.world.whole(step.norms)).tolist()
+        names = {id(p): name for name, p in session.model.named_parameters()}
+        finite = torch.isfinite(session.world.whole(step.norms)).tolist()
         pairs = zip(step.parameters, finite, strict=True)
         return [names[id(parameter)] for parameter, good in pairs if not good]
 
-    return t.guard.accepts(
+    return session.guard.accepts(
         loss,
         grad_norm,
         step=step.number,
-        sparse=t.sparsifier.sparse,
-        scaled=t.scaler.is_enabled(),
+        sparse=session.sparsifier.sparse,
+        scaled=session.scaler.is_enabled(),
         culprits=culprits,
     )
 
@@ -191,14 +205,14 @@ def _step_if_finite(optimizer: Any, step: Step, before: Step | None) -> None:
         del optimizer.grad_scale, optimizer.found_inf
 
 
-def _gradients(t: Session, batches: list[Batch], items: int) -> Tensor:
+def _gradients(session: Session, batches: list[Batch], items: int) -> Tensor:
     """Compute scaled gradients of the global batch; return the losses of own micro-batches."""
-    losses = _no_losses(t)
-    for index, loss in _losses(t, t.step, batches):
+    losses = _no_losses(session)
+    for index, loss in _losses(session, session.step, batches):
         # by the global count: gradients do not depend on how items are divided into micro-batches
-        t.scaler.scale(loss / items).backward()
+        session.scaler.scale(loss / items).backward()
         losses[index] = loss.detach()
-    t.gradients.reduce()
+    session.gradients.reduce()
     return losses
 
 
@@ -215,51 +229,57 @@ def seed_draws(seed: int, step: int, micro: int) -> None:
         torch.cuda.manual_seed_all(word)
 
 
-def _items(t: Session, batches: list[Batch]) -> int:
+def _items(session: Session, batches: list[Batch]) -> int:
     """Return the number of items (such as target tokens) in the global batch."""
-    own = sum(map(t.task.count, batches))
-    return own if t.world.size == 1 else int(t.world.sum(torch.tensor(own)))
+    own = sum(map(session.task.count, batches))
+    return own if session.world.size == 1 else int(session.world.sum(torch.tensor(own)))
 
 
-def _losses(t: Session, step: int, batches: list[Batch]) -> Iterator[tuple[int, Tensor]]:
+def _losses(session: Session, step: int, batches: list[Batch]) -> Iterator[tuple[int, Tensor]]:
     """Yield number and loss of each own micro-batch of ``step``, summed over its items.
 
     The number is within the global batch. All random draws depend on it, so they are the same for
     every world size.
     """
-    for index, batch in zip(t.batches.share, moved(t, batches), strict=True):
-        t.sparsifier.micro_batch(index, capacity=t.task.capacity * t.run.batch.micro)
-        seed_draws(t.run.seed, step, index)
-        with t.gradients.micro_batch(last=index == t.batches.share[-1]):
-            with autocast(t.run.precision, t.device):
-                loss = t.gradients.loss(batch)
+    for index, batch in zip(session.batches.share, moved(session, batches), strict=True):
+        session.sparsifier.micro_batch(
+            index, capacity=session.task.capacity * session.run.batch.micro
+        )
+        seed_draws(session.run.seed, step, index)
+        with session.gradients.micro_batch(last=index == session.batches.share[-1]):
+            with autocast(session.run.precision, session.device):
+                loss = session.gradients.loss(batch)
             yield index, loss
 
 
-def _no_losses(t: Session) -> Tensor:
+def _no_losses(session: Session) -> Tensor:
     """Return zeros for the losses of the global batch and a flag per code of :data:`ENDS`.
 
     Each loss comes from one rank, so the sum over ranks is exact.
     """
-    count = t.run.batch.size // t.run.batch.micro + len(ENDS)
-    return torch.zeros(count, dtype=torch.float64, device=t.device)
+    count = session.run.batch.size // session.run.batch.micro + len(ENDS)
+    return torch.zeros(count, dtype=torch.float64, device=session.device)
 
 
 @torch.no_grad()
-def training_loss(t: Session, step: int, batches: list[Batch]) -> float:
+def training_loss(session: Session, step: int, batches: list[Batch]) -> float:
     """Return the loss that training in ``step`` would report with the present weights."""
-    losses = _no_losses(t)
-    for index, loss in _losses(t, step, batches):
+    losses = _no_losses(session)
+    for index, loss in _losses(session, step, batches):
         losses[index] = loss
-    return total_and_stop(t.world.sum(losses).tolist())[0] / _items(t, batches)
+    return total_and_stop(session.world.sum(losses).tolist())[0] / _items(session, batches)
 
 
-def _logs(t: Session) -> bool:
+def _logs(session: Session) -> bool:
     """Return True if the record has a line for the last step; events add more lines."""
-    every, layers = t.run.log.every, t.run.log.layers_every
-    return t.step % every == 0 or bool(layers and t.step % layers == 0) or t.step in (1, t.end)
+    every, layers = session.run.log.every, session.run.log.layers_every
+    return (
+        session.step % every == 0
+        or bool(layers and session.step % layers == 0)
+        or session.step in (1, session.end)
+    )
 
 
-def _due(every: int, t: Session) -> bool:
+def _due(every: int, session: Session) -> bool:
     """Return True at multiples of ``every`` and at the end."""
-    return t.step >= t.end or (every > 0 and t.step % every == 0)
+    return session.step >= session.end or (every > 0 and session.step % every == 0)

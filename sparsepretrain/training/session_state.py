@@ -19,79 +19,81 @@ STORED = ("model", "optimizer", "ema")
 """Parts of a checkpoint that are mapped, not read: each rank then reads only its rows."""
 
 
-def state_dict(t: Session) -> dict[str, Any]:
+def state_dict(session: Session) -> dict[str, Any]:
     """Return the state for a bit-exact resume, as named parts.
 
     ``model``, ``optimizer`` and ``ema`` hold tensors by name; the other parts are plain values
     or small tensors. Collective; ranks of a sharded model return their rows, rank 0 the rest too.
     """
-    tensors, options = _optimizer_state(t.model, t.optimizer)
+    tensors, options = _optimizer_state(session.model, session.optimizer)
     parts: dict[str, Any] = {
-        **{key: getattr(t, key) for key in COUNTERS},
-        "fingerprint": t.task.fingerprint,
-        "observers": {o.name: kept for o in t.observers if (kept := o.state_dict())},
-        "guard": t.guard.state_dict(),
-        "sparsifier": t.sparsifier.state_dict(),
-        "scaler": t.scaler.state_dict(),
+        **{key: getattr(session, key) for key in COUNTERS},
+        "fingerprint": session.task.fingerprint,
+        "observers": {o.name: kept for o in session.observers if (kept := o.state_dict())},
+        "guard": session.guard.state_dict(),
+        "sparsifier": session.sparsifier.state_dict(),
+        "scaler": session.scaler.state_dict(),
         "optimizer_options": options,
-        "model": _own(t, t.model.state_dict()),
-        "optimizer": _own(t, tensors),
+        "model": _own(session, session.model.state_dict()),
+        "optimizer": _own(session, tensors),
     }
-    if t.ema is not None:
-        parts |= {"ema": _own(t, t.ema.averages), "ema_updates": t.ema.updates}
-    return parts if t.world.is_main else {key: parts[key] for key in STORED if key in parts}
+    if session.ema is not None:
+        parts |= {"ema": _own(session, session.ema.averages), "ema_updates": session.ema.updates}
+    return parts if session.world.is_main else {key: parts[key] for key in STORED if key in parts}
 
 
-def load_state_dict(t: Session, state: dict[str, Any], source: object = "the checkpoint") -> None:
+def load_state_dict(
+    session: Session, state: dict[str, Any], source: object = "the checkpoint"
+) -> None:
     """Restore :func:`state_dict`.
 
     Args:
-        t: session to restore into.
+        session: session to restore into.
         state: the parts; tensors of :data:`STORED` may be memory maps of a file, and are copied.
         source: name for error messages.
     """
-    if state["step"] > t.run.steps:
+    if state["step"] > session.run.steps:
         raise CheckpointError(
-            f"{source} has {state['step']} steps, more than steps={t.run.steps}: raise steps"
+            f"{source} has {state['step']} steps, more than steps={session.run.steps}: raise steps"
         )
-    if state["fingerprint"] != t.task.fingerprint:
+    if state["fingerprint"] != session.task.fingerprint:
         raise CheckpointError(
             f"{source} was trained on other data (fingerprint {state['fingerprint']}, now "
-            f"{t.task.fingerprint}): prepare the same data, or start again with resume=never"
+            f"{session.task.fingerprint}): prepare the same data, or start again with resume=never"
         )
     try:
-        t.model.load_state_dict(_parts(t, state["model"], t.model.state_dict()))
-        _load_optimizer(t.model, t.optimizer, state, t.world)
-        if t.ema is not None:
-            kept, updates = averages(state, t.model)
-            t.ema.load(_parts(t, kept, t.ema.averages), updates)
+        session.model.load_state_dict(_parts(session, state["model"], session.model.state_dict()))
+        _load_optimizer(session.model, session.optimizer, state, session.world)
+        if session.ema is not None:
+            kept, updates = averages(state, session.model)
+            session.ema.load(_parts(session, kept, session.ema.averages), updates)
     except (RuntimeError, ValueError, KeyError) as error:
         text = f"{source} does not fit this model or optimizer: {reason(error)}"
         raise CheckpointError(text) from error
-    t.sparsifier.load_state_dict(state["sparsifier"])
+    session.sparsifier.load_state_dict(state["sparsifier"])
     if state["scaler"]:  # not if it comes from another precision
-        t.scaler.load_state_dict(state["scaler"])
-    t.guard.load_state_dict(state["guard"])
-    for observer in t.observers:
+        session.scaler.load_state_dict(state["scaler"])
+    session.guard.load_state_dict(state["guard"])
+    for observer in session.observers:
         if observer.name in state["observers"]:
             observer.load_state_dict(state["observers"][observer.name])
     for key in COUNTERS:
-        setattr(t, key, state[key])
+        setattr(session, key, state[key])
 
 
-def _own(t: Session, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _own(session: Session, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Return the tensors that this rank saves: rows of sharded ones; on rank 0 the others too."""
-    if not t.is_sharded:
+    if not session.is_sharded:
         return tensors
-    own = {name: t.world.rows(tensor) for name, tensor in tensors.items()}
+    own = {name: session.world.rows(tensor) for name, tensor in tensors.items()}
     return {name: value for name, value in own.items() if value is not None}
 
 
 def _parts(
-    t: Session, whole: Mapping[str, Tensor | Stored], like: Mapping[str, Tensor]
+    session: Session, whole: Mapping[str, Tensor | Stored], like: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return this rank's shards of tensors whose ``like`` is sharded, and other tensors whole."""
-    return {k: t.world.part(v, like[k]) if k in like else v[...] for k, v in whole.items()}
+    return {k: session.world.part(v, like[k]) if k in like else v[...] for k, v in whole.items()}
 
 
 def averages(state: dict[str, Any], model: nn.Module) -> tuple[Mapping[str, Tensor | Stored], int]:

@@ -43,8 +43,8 @@ class Step:
     """Norm of the gradient of each of them, before clipping."""
     norm: Tensor
     """Norm of all gradients; 0-d."""
-    judge: Callable[[float, float], bool]
-    """Called with loss and norm when they are read: False if the step may not update weights."""
+    judge: Callable[[Step, float, float], bool]
+    """Called with the step, its loss and norm when they are read; False: do not update weights."""
 
     def __post_init__(self) -> None:
         self.nonfinite = ~torch.isfinite(self.losses.sum() + self.norm)
@@ -73,7 +73,7 @@ class Step:
                 self._copied.synchronize()
             *losses, norm = self._copy.tolist()
             total, self.stop = total_and_stop(losses)
-            self._accepted = self.judge(total / self.items, norm)
+            self._accepted = self.judge(self, total / self.items, norm)
             self._numbers = total / self.items, norm
         return self._accepted
 

@@ -91,64 +91,66 @@ def _train(
         fresh = run.resume == "never" or not any(directory.checkpoints.glob("step_*"))
         initial = weights.find(run.init.path, console.warn) if fresh and run.init.path else None
         # before the directory is claimed: a model that cannot be built leaves no directory
-        t = build_session(run, console, initial=initial, world=world)
-        t.stop_after, t.signals = stop_after, signals
+        session = build_session(run, console, initial=initial, world=world)
+        session.stop_after, session.signals = stop_after, signals
         # first in the list: the work of probes after a step is outside its time
-        t.observers.insert(0, Throughput(plan.peak_items(t)))
+        session.observers.insert(0, Throughput(plan.peak_items(session)))
         world.first(lambda: claim.enter_context(directory.claim()))
         if world.first(finished):  # by another process
             return 0
         source = world.first(lambda: choose_checkpoint(directory, run, named, console))
         if source is not None:
-            session_state.load_state_dict(t, source.parts(mapped=session_state.STORED), source)
-            console.info(f"continuing from {source} (step {t.step})")
+            session_state.load_state_dict(
+                session, source.parts(mapped=session_state.STORED), source
+            )
+            console.info(f"continuing from {source} (step {session.step})")
         other = source if source is named else None
-        world.first(lambda: _write_files(t, directory, source, other))
-        return _run(t, directory, console, resumed=source is not None)
+        world.first(lambda: _write_files(session, directory, source, other))
+        return _run(session, directory, console, resumed=source is not None)
 
 
 def _write_files(
-    t: Session,
+    session: Session,
     directory: RunDirectory,
     source: checkpoint.Checkpoint | None,
     other: checkpoint.Checkpoint | None,
 ) -> None:
     """Write the files that do not change during training; ``other`` has a record to copy."""
-    about = environment(t.device) | run_hashes(t, source)
-    about["parameters"] = sum(p.numel() for p in t.parameters)
-    about["coverage"] = str(t.sparsifier.coverage()).splitlines()
-    if chosen := t.sparsifier.backend:
+    about = environment(session.device) | run_hashes(session, source)
+    about["parameters"] = sum(p.numel() for p in session.parameters)
+    about["coverage"] = str(session.sparsifier.coverage()).splitlines()
+    if chosen := session.sparsifier.backend:
         about["sparse_matmuls"] = chosen
-    if t.compiled != "none":
-        about["compiled"] = t.compiled
-    if t.world.size > 1:
-        about["processes"] = {"parallel": t.run.parallel.name, "count": t.world.size}
+    if session.compiled != "none":
+        about["compiled"] = session.compiled
+    if session.world.size > 1:
+        about["processes"] = {"parallel": session.run.parallel.name, "count": session.world.size}
     before = None if other is None else RunDirectory.of_checkpoint(other.path)
     for file in (directory.record_file, directory.probes_file):
         if before is not None and (before.path / file.name).is_file():
             directory.write(file, (before.path / file.name).read_bytes())
-    directory.write(directory.config_file, freeze.to_yaml(t.run.plain))
-    if t.task.tokenizer_file is not None:  # it travels with the weights
-        text = t.task.tokenizer_file.read_text(encoding="utf-8")
+    directory.write(directory.config_file, freeze.to_yaml(session.run.plain))
+    if session.task.tokenizer_file is not None:  # it travels with the weights
+        text = session.task.tokenizer_file.read_text(encoding="utf-8")
         directory.write(directory.tokenizer_file, text)
     directory.write(directory.environment_file, json.dumps(about, indent=1) + "\n")
 
 
-def _run(t: Session, directory: RunDirectory, console: Console, *, resumed: bool) -> int:
-    run, resume_step = t.run, t.step if resumed else None
-    console.unit = t.task.unit
+def _run(session: Session, directory: RunDirectory, console: Console, *, resumed: bool) -> int:
+    run, resume_step = session.run, session.step if resumed else None
+    console.unit = session.task.unit
     stream = probed = None  # the first process writes down what all compute
-    if t.world.is_main:
-        _announce(t, directory, console)
-        stream = Stream(directory, run, resume_step=resume_step, console=console, total=t.end)
+    if session.world.is_main:
+        _announce(session, directory, console)
+        stream = Stream(directory, run, resume_step=resume_step, console=console, total=session.end)
         if run.probe:
             probed = Record(directory.probes_file, resume_step=resume_step)
-            t.log_probe = probed.write
-        if stream.record.lines < t.lines:
+            session.log_probe = probed.write
+        if stream.record.lines < session.lines:
             console.warn(
-                f"{directory.record_file} has {stream.record.lines} of the {t.lines} lines that it "
-                f"had at step {t.step}: the others are lost, and what is summed up or drawn lacks "
-                "them"
+                f"{directory.record_file} has {stream.record.lines} of the {session.lines} lines "
+                f"that it had at step {session.step}: the others are lost, and what is summed up "
+                "or drawn lacks them"
             )
         directory.note_failure("train")
 
@@ -158,42 +160,46 @@ def _run(t: Session, directory: RunDirectory, console: Console, *, resumed: bool
 
     def save() -> None:
         if stream is not None:
-            t.lines = stream.record.lines
-        state, config = session_state.state_dict(t), freeze.to_yaml(run.plain)
+            session.lines = stream.record.lines
+        state, config = session_state.state_dict(session), freeze.to_yaml(run.plain)
 
         def write() -> None:
-            if t.world.is_main or t.is_sharded:
-                writer.save(t.step, state, config=config, keep=lambda: directory.retention(run))
+            if session.world.is_main or session.is_sharded:
+                writer.save(
+                    session.step, state, config=config, keep=lambda: directory.retention(run)
+                )
 
-        t.world.together(write)
+        session.world.together(write)
 
     def save_masks() -> None:
-        masks = t.sparsifier.masks()
-        t.world.first(lambda: _save_masks(masks, directory.masks_file(t.step), directory))
+        masks = session.sparsifier.masks()
+        session.world.first(
+            lambda: _save_masks(masks, directory.masks_file(session.step), directory)
+        )
 
-    ranks = t.world.for_thread() if t.is_sharded else ALONE
+    ranks = session.world.for_thread() if session.is_sharded else ALONE
     writer = Writer(directory.checkpoints, background=run.checkpoint.background, ranks=ranks)
-    t.save_failed = lambda: writer.failed
+    session.save_failed = lambda: writer.failed
     exit_code, summary = 1, None
     try:
-        code = run_steps(t, log, save, save_masks)
-        t.world.together(writer.join)
+        code = run_steps(session, log, save, save_masks)
+        session.world.together(writer.join)
         exit_code = code or 0
         if code is None:
-            proof = t.sparsifier.prove()
+            proof = session.sparsifier.prove()
             summary = {"proof": str(proof)}
-            t.world.first(lambda: _summarize(t, directory, proof, console))
+            session.world.first(lambda: _summarize(session, directory, proof, console))
         else:
-            saved = "; checkpoint saved" if t.step else ", before there was anything to save"
-            console.info(f"stopped by a signal after step {t.step}{saved}")
+            saved = "; checkpoint saved" if session.step else ", before there was anything to save"
+            console.info(f"stopped by a signal after step {session.step}{saved}")
     except SparsePretrainError as error:
         exit_code = error.exit_code
-        if t.world.is_main:
+        if session.world.is_main:
             directory.note_failure("train", exit_code, f"{error.label}: {error}")
         raise
     finally:
         writer.close(console.warn)
-        t.batches.close()
+        session.batches.close()
         if probed is not None:
             probed.close()
         if stream is not None:
@@ -212,30 +218,30 @@ def _save_masks(masks: dict[str, Tensor], file: Path, directory: RunDirectory) -
     directory.write(file, archive.getvalue())
 
 
-def _announce(t: Session, directory: RunDirectory, console: Console) -> None:
-    parameters = sum(p.numel() for p in t.model.parameters())
-    coverage = t.sparsifier.coverage()
+def _announce(session: Session, directory: RunDirectory, console: Console) -> None:
+    parameters = sum(p.numel() for p in session.model.parameters())
+    coverage = session.sparsifier.coverage()
     console.info(
         f"{directory}: {parameters / 1e6:.2f}M parameters, {coverage.title} on "
-        f"{len(coverage.layers)} layers, {t.device}, {describe(t.run.precision)}, "
-        f"steps {t.step} to {t.end}"
+        f"{len(coverage.layers)} layers, {session.device}, {describe(session.run.precision)}, "
+        f"steps {session.step} to {session.end}"
     )
-    if t.run.sparse_matmuls != "emulate":
+    if session.run.sparse_matmuls != "emulate":
         console.info(coverage.chosen)
-    notes = [plan.warmup_note(t.run), tf32_note(t.run.precision, t.device)]
-    if t.run.sparse_matmuls != "emulate":
-        notes.append(slow_version(t.device))
+    notes = [plan.warmup_note(session.run), tf32_note(session.run.precision, session.device)]
+    if session.run.sparse_matmuls != "emulate":
+        notes.append(slow_version(session.device))
     for note in notes:
         if note:
             console.info(f"note: {note}")
 
 
-def _summarize(t: Session, directory: RunDirectory, proof: Proof, console: Console) -> None:
+def _summarize(session: Session, directory: RunDirectory, proof: Proof, console: Console) -> None:
     lines = directory.record()
     finite = [line for line in lines if line.get("loss") is not None]
     training = [line for line in finite if "split" not in line]
     validation = [line for line in finite if line.get("split") == "validation"]
-    rows = [("steps", f"{t.step:,}"), (t.task.unit, f"{t.tokens:,}")]
+    rows = [("steps", f"{session.step:,}"), (session.task.unit, f"{session.tokens:,}")]
     if training:
         rows.append(("train loss", _course(training)))
     if validation:
@@ -247,12 +253,12 @@ def _summarize(t: Session, directory: RunDirectory, proof: Proof, console: Conso
     flips = [line["flip_rate"] for line in training if line.get("flip_rate") is not None]
     if flips:
         rows.append(("flip rate", f"peak {max(flips):.2e}, end {flips[-1]:.2e}"))
-    rows.append(("target layers", f"{len(t.sparsifier.layers)}: {proof}"))
-    if proof.sparse and t.end > 1 and not any(line.get("sparse") for line in training[:-1]):
+    rows.append(("target layers", f"{len(session.sparsifier.layers)}: {proof}"))
+    if proof.sparse and session.end > 1 and not any(line.get("sparse") for line in training[:-1]):
         rows.append(("note", "no step trained sparse"))
-    if t.guard.skipped:
-        rows.append(("skipped steps", str(t.guard.skipped)))
-    console.table(f"{t.run.name}, {t.run.sparsity.name}", rows)
+    if session.guard.skipped:
+        rows.append(("skipped steps", str(session.guard.skipped)))
+    console.table(f"{session.run.name}, {session.run.sparsity.name}", rows)
     if proof.sparse and not proof.holds:
         raise SparsePretrainError(
             f"the final weights are {proof}: expected {proof.pattern} and no -0.0, which "

@@ -25,7 +25,7 @@ SILENT_SECONDS = 1.0
 
 @torch.no_grad()
 def evaluate(
-    t: Session, split: str, batches: int | None, *, final: bool
+    session: Session, split: str, batches: int | None, *, final: bool
 ) -> dict[str, float] | None:
     """Return metrics of the task over a split, with the weights that the method evaluates with.
 
@@ -34,39 +34,43 @@ def evaluate(
     it first.
 
     Args:
-        t: the run.
+        session: the run.
         split: of the data.
         batches: number of full micro-batches from its start; None: every sample once.
         final: the last evaluation; see :meth:`Task.observe`.
     """
-    share_statistics(t)
-    t.model.eval()
-    requests = split_requests(split, t.task.samples(split), t.run.batch.micro, batches)
-    own = requests[t.world.rank :: t.world.size]
-    generates = t.task.generates(final=final)
-    if t.is_sharded and not generates:  # ranks gather together, so all run as many forwards
-        own += requests[:1] * (len(requests[:: t.world.size]) - len(own))
+    share_statistics(session)
+    session.model.eval()
+    requests = split_requests(split, session.task.samples(split), session.run.batch.micro, batches)
+    own = requests[session.world.rank :: session.world.size]
+    generates = session.task.generates(final=final)
+    if session.is_sharded and not generates:  # ranks gather together, so all run as many forwards
+        own += requests[:1] * (len(requests[:: session.world.size]) - len(own))
 
     def measure() -> dict[str, float] | None:
-        if t.stopping is not None:
+        if session.stopping is not None:
             return None
         observations: list[Observation] = []
-        with _gathering(t, whole=generates), eager(t.compiled):
-            for batch in _shown(t, split, own):
-                if t.stopping is not None:  # one process; several agree after the evaluation
+        with _gathering(session, whole=generates), eager(session.compiled):
+            for batch in _shown(session, split, own):
+                if session.stopping is not None:  # one process; several agree after the evaluation
                     return None
-                with autocast(t.run.precision, t.device):
-                    observations.append(t.task.observe(t.forward_model, batch, final=final))
+                with autocast(session.run.precision, session.device):
+                    observations.append(
+                        session.task.observe(session.forward_model, batch, final=final)
+                    )
         # A signal may reach ranks at different batches: they agree here, when all have finished.
-        stops, parts = zip(*t.world.gather((t.own_stop, read(observations))), strict=True)
-        t.agreed = next((code for code in ENDS if code in stops), None)
+        stops, parts = zip(
+            *session.world.gather((session.own_stop, read(observations))), strict=True
+        )
+        session.agreed = next((code for code in ENDS if code in stops), None)
         ranks = itertools.cycle(map(iter, parts))  # in the order of the requests
-        return t.task.metrics([next(next(ranks)) for _ in requests])
+        return session.task.metrics([next(next(ranks)) for _ in requests])
 
     metrics = measure()
-    if metrics is None or t.ema is None:
+    if metrics is None or session.ema is None:
         return metrics
-    with t.ema.applied(t.sparsifier):
+    with session.ema.applied(session.sparsifier):
         averaged = measure()
     if averaged is None:
         return None
@@ -74,54 +78,54 @@ def evaluate(
     return metrics | {f"{AVERAGED}{name}": value for name, value in numbers.items()}
 
 
-def _gathering(t: Session, *, whole: bool) -> contextlib.AbstractContextManager[None]:
-    if not t.is_sharded:
+def _gathering(session: Session, *, whole: bool) -> contextlib.AbstractContextManager[None]:
+    if not session.is_sharded:
         return contextlib.nullcontext()
     from sparsepretrain.training.shards import evaluating
 
-    return evaluating(t.run, t.model, whole=whole)
+    return evaluating(session.run, session.model, whole=whole)
 
 
-def _shown(t: Session, split: str, requests: list[Request]) -> Iterator[Batch]:
+def _shown(session: Session, split: str, requests: list[Request]) -> Iterator[Batch]:
     """Yield batches of an evaluation, and show progress if it takes longer than a second."""
     samples, done, started = sum(len(r.positions) for r in requests), 0, time.monotonic()
-    batches = moved(t, stream(t.task, requests, t.device, t.run.workers))
+    batches = moved(session, stream(session.task, requests, session.device, session.run.workers))
     for request, batch in zip(requests, batches, strict=True):
         yield batch
         done += len(request.positions)
         seconds = time.monotonic() - started
-        if t.on_progress is not None and seconds > SILENT_SECONDS:
-            unit = t.task.sample
-            t.on_progress(
+        if session.on_progress is not None and seconds > SILENT_SECONDS:
+            unit = session.task.sample
+            session.on_progress(
                 Progress(phase=split, done=done, total=samples, unit=unit, seconds=seconds)
             )
 
 
 @torch.no_grad()
-def share_statistics(t: Session) -> None:
+def share_statistics(session: Session) -> None:
     """Average running statistics (BatchNorm), which depend on the micro-batches of a rank.
 
     Both updates are linear, so the result does not depend on how often this is done.
     """
-    if t.world.size == 1:
+    if session.world.size == 1:
         return
-    for module in t.model.modules():
+    for module in session.model.modules():
         for name in ("running_mean", "running_var"):
             if (statistic := getattr(module, name, None)) is not None:
-                t.world.sum(statistic).div_(t.world.size)
+                session.world.sum(statistic).div_(session.world.size)
 
 
-def moved(t: Session, batches: Iterable[Batch]) -> Iterator[Batch]:
+def moved(session: Session, batches: Iterable[Batch]) -> Iterator[Batch]:
     """Yield batches on the device, without waiting for copies to a GPU."""
-    wide = compute_dtype(t.run.precision) == torch.float64
+    wide = compute_dtype(session.run.precision) == torch.float64
 
     def move(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        if t.device.type == "cuda" and not value.is_pinned():  # else the copy would wait
+        if session.device.type == "cuda" and not value.is_pinned():  # else the copy would wait
             value = value.pin_memory()
         dtype = torch.float64 if wide and value.is_floating_point() else None
-        return value.to(t.device, dtype, non_blocking=True)
+        return value.to(session.device, dtype, non_blocking=True)
 
     for batch in batches:
         yield {key: move(value) for key, value in batch.items()}
