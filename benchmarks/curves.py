@@ -26,8 +26,8 @@ import torch
 from harness import Case, Work, header, measure_all
 from sparsepretrain.config import compose, validate
 from sparsepretrain.config.schema import Run
+from sparsepretrain.console import Console
 from sparsepretrain.runs.directory import RunDirectory
-from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.trainer import train
 
 STEPS = 800

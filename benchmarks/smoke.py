@@ -18,9 +18,9 @@ import torch
 
 from harness import Case, Options, Work, main, timed
 from sparsepretrain.config import compose, validate
+from sparsepretrain.console import Console
 from sparsepretrain.kernels.timing import Series
 from sparsepretrain.runs.directory import RunDirectory
-from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.trainer import train
 
 RUNS = [

@@ -37,12 +37,12 @@ from linear import timed_methods
 from sparsepretrain import registry
 from sparsepretrain.config import compose, validate
 from sparsepretrain.config.schema import Run
+from sparsepretrain.console import Console
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels.timing import Series
 from sparsepretrain.sparsity.matmuls.sparse24 import PACKED
 from sparsepretrain.sparsity.method import Method
 from sparsepretrain.tasks import Batch, Task, build_task
-from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.assembly import META, build_model, build_session
 from sparsepretrain.training.hardware import peak_flops
 from sparsepretrain.training.loop import train_step

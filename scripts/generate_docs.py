@@ -30,18 +30,19 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from sparsepretrain import registry
-from sparsepretrain.config import tables
-from sparsepretrain.config.cells import seeds_text
 from sparsepretrain.config.compose import compose
 from sparsepretrain.config.places import shipped
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.reports.claims import Difference, Verdict
-from sparsepretrain.reports.ran import what_ran
-from sparsepretrain.reports.results import TableResults, chosen, read_record
-from sparsepretrain.reports.table import judged, scaled
+from sparsepretrain.reports.differences import Difference
 from sparsepretrain.sparsity import MethodOptions
 from sparsepretrain.sparsity.method import typical_row
 from sparsepretrain.sparsity.operand_table import COLUMNS
+from sparsepretrain.studies import tables
+from sparsepretrain.studies.cells import seeds_text
+from sparsepretrain.studies.claims import Verdict
+from sparsepretrain.studies.ran import what_ran
+from sparsepretrain.studies.results import TableResults, chosen, read_record
+from sparsepretrain.studies.table_page import judged, scaled
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "methods"

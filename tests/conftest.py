@@ -175,3 +175,17 @@ def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(loop, "train_step", train_step)
 
     return arm
+
+
+@pytest.fixture
+def drawn():
+    """Draw figures in this test."""
+
+
+@pytest.fixture
+def quick_files(request, monkeypatch):
+    """Do not draw figures, which takes half a second each."""
+    if "drawn" not in request.fixturenames:
+        from matplotlib.figure import Figure
+
+        monkeypatch.setattr(Figure, "savefig", lambda figure, file: Path(file).touch())

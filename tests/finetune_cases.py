@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from sparsepretrain.config import freeze
+from sparsepretrain.console import Console
 from sparsepretrain.runs import weights
-from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import derive
 from sparsepretrain.training.schedules import resolve_steps
 

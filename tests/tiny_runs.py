@@ -70,7 +70,7 @@ class Tiny:
 
     def train(self, *more: str) -> Outcome:
         from sparsepretrain.config import freeze
-        from sparsepretrain.tracking.console import Console
+        from sparsepretrain.console import Console
         from sparsepretrain.training.trainer import train
 
         run = self.load(*more)
@@ -80,7 +80,7 @@ class Tiny:
 
     def build(self, *more: str) -> Any:
         """Everything the loop touches, before the first step."""
-        from sparsepretrain.tracking.console import Console
+        from sparsepretrain.console import Console
         from sparsepretrain.training.assembly import build_session
 
         return build_session(self.load(*more), Console(io.StringIO()))

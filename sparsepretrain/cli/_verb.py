@@ -114,7 +114,7 @@ def integer_from(least: int) -> Any:
 
 def seeds(text: str) -> Any:
     """Return the seeds of a table, see :func:`cells.read_seeds`; an argparse ``type``."""
-    from sparsepretrain.config.cells import read_seeds
+    from sparsepretrain.studies.cells import read_seeds
 
     try:
         return read_seeds(text)

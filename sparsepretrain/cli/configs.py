@@ -23,7 +23,7 @@ class Configs(Verb):
     def run(self, args: argparse.Namespace) -> int:
         from sparsepretrain.config.compose import build, read
         from sparsepretrain.config.places import catalog, shipped
-        from sparsepretrain.tracking.console import Console
+        from sparsepretrain.console import Console
 
         if args.options:
             print("\n".join(_files(args.options, catalog(args.config_dir))), end="")

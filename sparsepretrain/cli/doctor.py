@@ -13,7 +13,7 @@ class Doctor(Verb):
     summary = "show versions and devices, and if this machine can run sparse matmuls"
 
     def run(self, args: argparse.Namespace) -> int:
-        from sparsepretrain.tracking.console import Console
+        from sparsepretrain.console import Console
 
         console = Console()
         from sparsepretrain.cli._machine import here, machine

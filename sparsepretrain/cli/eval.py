@@ -48,7 +48,7 @@ class Eval(ConfiguredVerb):
         settings = read_settings(Settings, args.overrides, others=overrides)
         if "=" in args.checkpoint and not Path(args.checkpoint).exists():
             raise ConfigError(f"{args.checkpoint!r} is not a checkpoint: name one before KEY=VALUE")
-        from sparsepretrain.tracking.console import Console
+        from sparsepretrain.console import Console
 
         console = Console()
         console.loading(args.checkpoint)

@@ -43,7 +43,7 @@ class Export(Verb):
 
     def run(self, args: argparse.Namespace) -> int:
         settings = read_settings(Settings, args.settings)
-        from sparsepretrain.tracking.console import Console
+        from sparsepretrain.console import Console
 
         console = Console()
         console.loading(args.run)

@@ -28,7 +28,7 @@ class Finetune(Train):
         parser.epilog = EXAMPLES
 
     def run(self, args: argparse.Namespace) -> int:
-        from sparsepretrain.tracking.console import Console
+        from sparsepretrain.console import Console
         from sparsepretrain.training import derive
 
         if "=" in args.checkpoint:

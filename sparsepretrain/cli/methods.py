@@ -16,9 +16,9 @@ class Methods(Verb):
     summary = "list the methods: operands of each matmul, and the paper"
 
     def run(self, args: argparse.Namespace) -> int:
+        from sparsepretrain.console import Console
         from sparsepretrain.sparsity.method import Method, typical_row
         from sparsepretrain.sparsity.operand_table import COLUMNS
-        from sparsepretrain.tracking.console import Console
 
         if problems := registry.load_plugins([]):
             raise ConfigError(problems)

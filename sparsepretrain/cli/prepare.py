@@ -23,10 +23,10 @@ class Prepare(ConfiguredVerb):
     def run(self, args: argparse.Namespace) -> int:
         from sparsepretrain.config import compose, validate
         from sparsepretrain.config.groups import GROUPS, REGISTERED
+        from sparsepretrain.console import Console, count
         from sparsepretrain.data.formats import amounts
         from sparsepretrain.data.preparation import prepare
         from sparsepretrain.data.source import GeneratedSource
-        from sparsepretrain.tracking.console import Console, count
 
         plain = compose(args.overrides, args.config_dir)
         # model and task are ignored

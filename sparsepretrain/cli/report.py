@@ -28,9 +28,10 @@ class Report(Verb):
         add_config_dir(parser)
 
     def run(self, args: argparse.Namespace) -> int:
-        from sparsepretrain.config.cells import Selection
-        from sparsepretrain.config.tables import names
-        from sparsepretrain.reports.report import report, report_table
+        from sparsepretrain.reports.report import report
+        from sparsepretrain.studies.cells import Selection
+        from sparsepretrain.studies.report import report_table
+        from sparsepretrain.studies.tables import names
 
         name, *others = args.words
         if name not in names(args.config_dir):

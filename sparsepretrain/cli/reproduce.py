@@ -10,7 +10,7 @@ from sparsepretrain.cli._verb import ConfiguredVerb, UsageError, integer_from, s
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
-    from sparsepretrain.config.cells import Part
+    from sparsepretrain.studies.cells import Part
 
 DESCRIPTION = """\
 Run a table of a paper: every cell with every seed, each an ordinary run in
@@ -39,8 +39,8 @@ class StudyVerb(ConfiguredVerb):
 
     def start(self, args: argparse.Namespace, found: Sequence[Part], report: str) -> int:
         """Act on the cells as the flags say; ``report``: words after ``report``, or empty."""
+        from sparsepretrain.console import Console
         from sparsepretrain.studies import overview, reproduce
-        from sparsepretrain.tracking.console import Console
 
         console = Console()
         if args.dry_run:
@@ -77,10 +77,10 @@ class Reproduce(StudyVerb):
         parser.add_argument("--list", action="store_true", help=text)
 
     def run(self, args: argparse.Namespace) -> int:
-        from sparsepretrain.config.cells import Selection, seeds_text
         from sparsepretrain.config.compose import shell_line
+        from sparsepretrain.console import Console
         from sparsepretrain.studies import overview, reproduce
-        from sparsepretrain.tracking.console import Console
+        from sparsepretrain.studies.cells import Selection, seeds_text
 
         if args.list:
             overview.show_tables(args.config_dir, Console())

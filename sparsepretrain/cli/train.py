@@ -55,7 +55,7 @@ class Train(ConfiguredVerb):
         if args.cfg:
             print("".join(f"# {note}\n" for note in notes) + to_yaml(run.plain), end="")
             return 0
-        from sparsepretrain.tracking.console import Console
+        from sparsepretrain.console import Console
         from sparsepretrain.training.schedules import resolve_steps
 
         console = Console() if rank() == 0 else Console.silent()
@@ -87,7 +87,7 @@ def illustrate(directory: RunDirectory) -> None:
     record, page = directory.record_file, directory.report_file
     if page.exists() and record.exists() and page.stat().st_mtime >= record.stat().st_mtime:
         return  # up to date
-    from sparsepretrain.tracking.console import Console
+    from sparsepretrain.console import Console
 
     console = Console()
     try:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from sparsepretrain.config import freeze
+from sparsepretrain.console import Console
 from sparsepretrain.errors import ConfigError, cannot_write
 from sparsepretrain.export import card, convert, semi_structured
 from sparsepretrain.runs import weights
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.weights import WeightSource
-from sparsepretrain.tracking.console import Console
 
 
 def export_run(

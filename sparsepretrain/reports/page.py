@@ -6,11 +6,17 @@ import base64
 import html
 import io
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import matplotlib
 from markdown_it import MarkdownIt
 from matplotlib.figure import Figure
+
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.files import write_atomic
+from sparsepretrain.runs.directory import RunDirectory
 
 STYLE = """
 body {font: 15px/1.5 system-ui, sans-serif; color: #1c1c1c; max-width: 1250px; margin: auto;
@@ -72,3 +78,36 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list
     """Return a Markdown table as lines."""
     body = [header, ["---"] * len(header), *rows]
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in body]
+
+
+@dataclass(slots=True)
+class Page:
+    """Markdown page with its figures."""
+
+    lines: list[str] = field(default_factory=list)
+    figures: dict[str, Figure] = field(default_factory=dict)
+    """File name -> figure."""
+
+    @property
+    def markdown(self) -> str:
+        """Text of the file."""
+        return "\n".join(self.lines).rstrip() + "\n"
+
+
+def write_page(out: Path, made: Page, name: str | None = None, *, page: bool) -> list[Path]:
+    """Write pictures, Markdown (returned last) and the HTML page."""
+    file = out / name if name else RunDirectory(out).report_file
+    written = [*map(out.joinpath, made.figures)]
+    try:
+        for path in [*written, file]:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        for picture, figure in made.figures.items():
+            figure.savefig(out / picture)
+        write_atomic(file, made.markdown)
+        if page:
+            written.append(file.with_suffix(".html"))
+            write_atomic(written[-1], html_page(made.markdown, made.figures))
+    except OSError as error:
+        where = f"{error.filename}: {error.strerror}"
+        raise ConfigError(f"cannot write the report: {where}; choose another --out") from error
+    return [*written, file]

@@ -1,4 +1,4 @@
-"""Write plots and a Markdown page of one run, of several runs, or of a table."""
+"""Write plots and a Markdown page of one run or of several runs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from sparsepretrain.config.cells import Selection
 from sparsepretrain.config.freeze import hash_of
-from sparsepretrain.config.tables import Scale, load_table
+from sparsepretrain.console import clock, count
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.files import write_atomic
 from sparsepretrain.reports import plots, probes
 from sparsepretrain.reports.figures import of_runs
-from sparsepretrain.reports.page import html_page, markdown_table
-from sparsepretrain.reports.results import collect, read_record, write_record
+from sparsepretrain.reports.page import Page, markdown_table, write_page
 from sparsepretrain.reports.runs import (
     Paired,
     RunData,
@@ -29,9 +26,7 @@ from sparsepretrain.reports.runs import (
     load,
     pair,
 )
-from sparsepretrain.reports.table import Page, render
 from sparsepretrain.runs.directory import RunDirectory, find_runs
-from sparsepretrain.tracking.console import clock, count
 
 PICTURES = {
     "loss": plots.loss_figure,
@@ -74,44 +69,6 @@ def report(runs: Sequence[Path], out: Path | None = None, *, page: bool = False)
     return _several(data, names, Path(out) if out else Path("reports") / _file_name(names), page)
 
 
-def report_table(
-    name: str,
-    out: Path | None,
-    scale: Scale | None,
-    asked: Selection,
-    *,
-    record: bool,
-    from_record: bool,
-) -> list[Path]:
-    """Write the page of a table as ``<name>.md`` and ``<name>.html``, and its ``<name>-*.png``.
-
-    Args:
-        name: name of the table.
-        out: directory to write to; None: ``reports/<name>``.
-        scale, asked: selection of runs, see :func:`results.collect`.
-        record: also write ``records/<name>.json.gz``, from which the page can be rewritten.
-        from_record: read that file instead of runs.
-    """
-    out = Path("reports", name) if out is None else out
-    file = out / "records" / f"{name}.json.gz"
-    if from_record:
-        results = read_record(file)
-    else:
-        results = collect(name, scale, asked)
-        parts = results.all()
-        if not any(part.cells for part in parts) and any(part.scale for part in parts):
-            raise ConfigError(
-                f"no run of {name} matches: run `sparsepretrain reproduce {name}`, or give "
-                "the --scale and KEY=VALUE of that command"
-            )
-    names = [results.name, *(part.name for part in results.all())]
-    tables = {own: load_table(own, asked.config_dirs) for own in names}
-    written = _write(out, render(results, tables), f"{name}.md", page=True)
-    if record:
-        write_record(results, file)
-    return written
-
-
 def _one(run: RunData, out: Path, *, page: bool) -> list[Path]:
     figures = {}
     numbers = [*_summary(run).items(), *((c, f"at step {s}") for s, c in run.switches())]
@@ -131,7 +88,7 @@ def _one(run: RunData, out: Path, *, page: bool) -> list[Path]:
         *("## Configuration", "", "```yaml", config.rstrip(), "```", ""),
         *("## Environment", "", "```json", environment, "```"),
     ]
-    return _write(out, Page(lines, figures), page=page)
+    return write_page(out, Page(lines, figures), page=page)
 
 
 def _several(runs: list[RunData], names: list[str], out: Path, page: bool) -> list[Path]:
@@ -177,7 +134,7 @@ def _several(runs: list[RunData], names: list[str], out: Path, page: bool) -> li
         path = Path(os.path.relpath(run.path, out)).as_posix()
         where.append((name, f"`{path}`", *(f"`{value}`" if value else "–" for value in origin)))
     lines += markdown_table(("run", "directory", "command", "commit"), where)
-    return _write(out, Page(lines, figures), page=page)
+    return write_page(out, Page(lines, figures), page=page)
 
 
 def _descent(groups: probes.Groups) -> list[str]:
@@ -244,25 +201,6 @@ def _compared(run: RunData, partner: RunData | None) -> str:
         return "–"
     text = f"{value:+.4f}"
     return text if run.end == partner.end == step else f"{text} (step {step})"
-
-
-def _write(out: Path, made: Page, name: str | None = None, *, page: bool) -> list[Path]:
-    """Write pictures, Markdown (returned last) and the HTML page."""
-    file = out / name if name else RunDirectory(out).report_file
-    written = [*map(out.joinpath, made.figures)]
-    try:
-        for path in [*written, file]:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        for picture, figure in made.figures.items():
-            figure.savefig(out / picture)
-        write_atomic(file, made.markdown)
-        if page:
-            written.append(file.with_suffix(".html"))
-            write_atomic(written[-1], html_page(made.markdown, made.figures))
-    except OSError as error:
-        where = f"{error.filename}: {error.strerror}"
-        raise ConfigError(f"cannot write the report: {where}; choose another --out") from error
-    return [*written, file]
 
 
 def _loss(value: float) -> str:

@@ -14,8 +14,8 @@ from multiprocessing.context import ForkServerProcess
 import torch
 
 from sparsepretrain.config.compose import shell_line
+from sparsepretrain.console import Console
 from sparsepretrain.errors import INTERRUPTED, SparsePretrainError
-from sparsepretrain.tracking.console import Console
 
 # Importing torch and transformers takes 5 to 8 s; a fork server pays once. Forking is safe: the
 # imports start no thread and do not initialize CUDA (tests/studies/test_engine.py).

@@ -20,11 +20,11 @@ from typing import Any, Literal
 
 from sparsepretrain.config import validate
 from sparsepretrain.config.schema import Run
+from sparsepretrain.console import Console, clock, significant
 from sparsepretrain.errors import ConfigError, SparsePretrainError
 from sparsepretrain.runs import checkpoint, record
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.studies.child import start_child
-from sparsepretrain.tracking.console import Console, clock, significant
 from sparsepretrain.training.launch import train_or_launch
 from sparsepretrain.training.signals import StopSignals
 

@@ -6,14 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sparsepretrain.config.cells import Part
 from sparsepretrain.config.schema import Run
-from sparsepretrain.config.tables import load_table, names
+from sparsepretrain.console import Console
 from sparsepretrain.errors import ConfigError, SparsePretrainError
+from sparsepretrain.studies.cells import Part
 from sparsepretrain.studies.engine import StudyCell
 from sparsepretrain.studies.reproduce import to_run
+from sparsepretrain.studies.tables import load_table, names
 from sparsepretrain.tasks import build_task
-from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.assembly import META, build_model
 from sparsepretrain.training.plan import duration
 from sparsepretrain.training.tracing import step_cost

@@ -6,17 +6,17 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
-from sparsepretrain.config.cells import Cell, Part, Selection, stage_words
 from sparsepretrain.config.compose import shell_line
 from sparsepretrain.config.schema import Run
-from sparsepretrain.config.tables import Scale, Stage, load_table
+from sparsepretrain.console import Console
 from sparsepretrain.errors import ConfigError, DataError, DivergedError, SparsePretrainError, needs
-from sparsepretrain.reports.results import selected
 from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.studies import engine, stages
+from sparsepretrain.studies.cells import Cell, Part, Selection, stage_words
 from sparsepretrain.studies.engine import Study
-from sparsepretrain.tracking.console import Console
+from sparsepretrain.studies.results import selected
+from sparsepretrain.studies.tables import Scale, Stage, load_table
 from sparsepretrain.training import plan
 from sparsepretrain.training.derive import check_finetuning
 from sparsepretrain.training.hardware import visible_devices

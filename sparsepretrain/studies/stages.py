@@ -10,16 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from sparsepretrain.config.cells import Cell, Part, stage_words
 from sparsepretrain.config.compose import shell_line
 from sparsepretrain.config.schema import Run
-from sparsepretrain.config.tables import Stage
+from sparsepretrain.console import Console
 from sparsepretrain.errors import SparsePretrainError
 from sparsepretrain.export import export_run
 from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.studies import engine
-from sparsepretrain.tracking.console import Console
+from sparsepretrain.studies.cells import Cell, Part, stage_words
+from sparsepretrain.studies.tables import Stage
 from sparsepretrain.training.derive import finetuned
 from sparsepretrain.training.evaluation import evaluate_checkpoint
 from sparsepretrain.training.schedules import resolve_steps

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparsepretrain.config.cells import Part, grid
-from sparsepretrain.config.tables import Table
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.studies.cells import Part, grid
+from sparsepretrain.studies.tables import Table
 
 
 @dataclass(slots=True)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sparsepretrain.config.schema import Run
+from sparsepretrain.console import Console
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.record import Record
-from sparsepretrain.tracking.console import Console
 from sparsepretrain.tracking.wandb import WeightsAndBiases
 
 CLOSING_SECONDS = 10.0

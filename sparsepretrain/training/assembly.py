@@ -14,6 +14,7 @@ from sparsepretrain import registry
 from sparsepretrain.config import freeze, validate
 from sparsepretrain.config.groups import ScaledPrecision
 from sparsepretrain.config.schema import Run
+from sparsepretrain.console import Console
 from sparsepretrain.errors import CheckpointError, ConfigError, reason
 from sparsepretrain.optim import build_optimizer
 from sparsepretrain.runs.weights import WeightSource
@@ -22,7 +23,6 @@ from sparsepretrain.sparsity.matmuls.choice import SparseMatmulPolicy
 from sparsepretrain.sparsity.method import FineTuning
 from sparsepretrain.sparsity.schedule import Window
 from sparsepretrain.tasks import Task, build_task
-from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import compilation
 from sparsepretrain.training.batches import TrainingBatches
 from sparsepretrain.training.ema import EMA

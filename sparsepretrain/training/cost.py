@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sparsepretrain.config.schema import Run
+from sparsepretrain.console import count
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.sparsity.coverage import padding_lines
@@ -20,7 +21,6 @@ from sparsepretrain.sparsity.matmuls.sparse24 import TOKENS, padded_features, pa
 from sparsepretrain.sparsity.matmuls.three import MATMUL_OF
 from sparsepretrain.sparsity.method import Method
 from sparsepretrain.tasks import build_task
-from sparsepretrain.tracking.console import count
 from sparsepretrain.training.assembly import META, build_model, layer_inputs, sparsify_model
 from sparsepretrain.training.precision import compute_dtype
 from sparsepretrain.training.tracing import step_cost

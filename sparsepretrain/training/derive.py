@@ -11,6 +11,7 @@ from sparsepretrain.config.compose import Overrides, amend, build, read
 from sparsepretrain.config.places import catalog
 from sparsepretrain.config.schema import Run
 from sparsepretrain.config.validate import load_parsed, validate
+from sparsepretrain.console import Console
 from sparsepretrain.data.encoding import open_codec
 from sparsepretrain.data.tokenizer import BYTES, tokenizer
 from sparsepretrain.errors import CheckpointError, ConfigError, DataError
@@ -19,7 +20,6 @@ from sparsepretrain.runs import weights
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.sparsity import Method
-from sparsepretrain.tracking.console import Console
 
 SET_BY_CHECKPOINT = (
     "model",

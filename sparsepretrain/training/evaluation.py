@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from sparsepretrain.console import Console, significant
 from sparsepretrain.data.tokenizer import tokenizer
 from sparsepretrain.errors import (
     CheckpointError,
@@ -20,7 +21,6 @@ from sparsepretrain.errors import (
 )
 from sparsepretrain.runs import weights
 from sparsepretrain.runs.weights import WeightSource
-from sparsepretrain.tracking.console import Console, significant
 from sparsepretrain.training import derive, validation
 from sparsepretrain.training.assembly import build_session
 from sparsepretrain.training.hardware import environment

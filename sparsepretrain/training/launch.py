@@ -22,10 +22,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from sparsepretrain.config import freeze
 from sparsepretrain.config.schema import Run, shares
 from sparsepretrain.config.validate import validate
+from sparsepretrain.console import Console
 from sparsepretrain.errors import INTERRUPTED, PREEMPTED, ConfigError, RankError
 from sparsepretrain.processes import rank, started
 from sparsepretrain.runs.directory import RunDirectory
-from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.step import STOPS
 from sparsepretrain.training.trainer import train
 from sparsepretrain.training.world import World

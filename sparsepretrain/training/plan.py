@@ -17,13 +17,13 @@ from sparsepretrain import registry
 from sparsepretrain.config import freeze
 from sparsepretrain.config.groups import SimulatedFP8
 from sparsepretrain.config.schema import Run, shares
+from sparsepretrain.console import Console, clock, count
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.optim import build_optimizer
 from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.sparsity.method import Method
 from sparsepretrain.sparsity.operand_table import W
 from sparsepretrain.tasks import build_task
-from sparsepretrain.tracking.console import Console, clock, count
 from sparsepretrain.tracking.wandb import check_login
 from sparsepretrain.training.assembly import META, build_model, layer_inputs, sparsify_model
 from sparsepretrain.training.compilation import COMPILED_FROM, blocks, scope_of

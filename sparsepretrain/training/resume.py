@@ -6,10 +6,10 @@ from pathlib import Path
 
 from sparsepretrain.config import freeze
 from sparsepretrain.config.schema import Run
+from sparsepretrain.console import Console
 from sparsepretrain.errors import CheckpointError
 from sparsepretrain.runs.checkpoint import Checkpoint, newest_valid
 from sparsepretrain.runs.directory import RunDirectory, similar_directory
-from sparsepretrain.tracking.console import Console
 
 FIXED = ("model.", "task.", "data.", "sparsity.", "optim.name", "seed", "batch.size")
 """Keys that must equal the checkpoint's; other differences are logged."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparsepretrain.config import freeze
 from sparsepretrain.config.schema import Run
+from sparsepretrain.console import Console, significant
 from sparsepretrain.errors import SparsePretrainError, own_warnings
 from sparsepretrain.kernels import pack_24
 from sparsepretrain.kernels.cusparselt.packed24 import slow_version
@@ -24,7 +25,6 @@ from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.record import Record
 from sparsepretrain.runs.writer import Writer
 from sparsepretrain.sparsity.coverage import Proof
-from sparsepretrain.tracking.console import Console, significant
 from sparsepretrain.tracking.stream import Stream
 from sparsepretrain.tracking.wandb import check_login
 from sparsepretrain.training import plan, session_state

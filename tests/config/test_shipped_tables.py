@@ -2,9 +2,9 @@
 
 import pytest
 
-from sparsepretrain.config import tables
-from sparsepretrain.config.cells import Selection, cells, stage_words
-from sparsepretrain.config.tables import cell_name, load_table, printed, table_cells
+from sparsepretrain.studies import tables
+from sparsepretrain.studies.cells import Selection, cells, stage_words
+from sparsepretrain.studies.tables import cell_name, load_table, printed, table_cells
 from sparsepretrain.training.derive import check_finetuning
 from sparsepretrain.training.plan import check
 

@@ -4,9 +4,9 @@ import pytest
 import yaml
 
 from sparsepretrain.config import freeze, load
-from sparsepretrain.config.cells import Selection, cells, read_seeds, seeds_text
-from sparsepretrain.config.tables import Published, cell_name, load_table, printed, slug
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.studies.cells import Selection, cells, read_seeds, seeds_text
+from sparsepretrain.studies.tables import Published, cell_name, load_table, printed, slug
 
 SMALL = {
     "title": "a table",

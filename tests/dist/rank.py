@@ -21,9 +21,9 @@ from strikes import strike
 from tiny_runs import assert_equal_bits
 
 from sparsepretrain import config
+from sparsepretrain.console import Console
 from sparsepretrain.errors import SparsePretrainError
 from sparsepretrain.runs.tensors import RowSlice
-from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import identity, session_state, trainer
 from sparsepretrain.training.session import Session
 

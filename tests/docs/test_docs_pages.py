@@ -10,7 +10,7 @@ from doc_pages import DOCUMENTS, ROOT, anchors, blocks, dead_links, generator, m
 from tiny_runs import composed
 
 from sparsepretrain import registry
-from sparsepretrain.reports.results import write_record
+from sparsepretrain.studies.results import write_record
 
 METHODS = list(registry.built_in("method"))
 PAGES = ROOT / "docs" / "methods"

@@ -13,11 +13,10 @@ from sparsepretrain.cli import eval as evaluating
 from sparsepretrain.cli import train as training_verb
 from sparsepretrain.cli._verb import read_settings
 from sparsepretrain.cli.main import parser
-from sparsepretrain.config import tables
 from sparsepretrain.config.groups import GROUPS, REGISTERED
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity.matmuls import choice
-from sparsepretrain.studies import sweep
+from sparsepretrain.studies import sweep, tables
 from sparsepretrain.training import derive
 
 # tables list commands of full runs; tests/reports renders their pages

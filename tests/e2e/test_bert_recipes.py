@@ -7,7 +7,7 @@ from tiny_runs import metrics
 
 from sparsepretrain import config
 from sparsepretrain.config import freeze
-from sparsepretrain.tracking.console import Console
+from sparsepretrain.console import Console
 from sparsepretrain.training.plan import dry_run
 from sparsepretrain.training.trainer import train
 

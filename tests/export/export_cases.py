@@ -8,11 +8,11 @@ import torch
 
 from sparsepretrain import config
 from sparsepretrain.config import freeze
+from sparsepretrain.console import Console
 from sparsepretrain.export import export_run
 from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.tasks import build_task
-from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.assembly import build_model, sparsify_model
 
 SMALL = {

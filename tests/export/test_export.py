@@ -13,13 +13,13 @@ from export_cases import SMALL, export, write_checkpoint, write_run
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from sparsepretrain import cli, config
+from sparsepretrain.console import Console
 from sparsepretrain.data.encoding import ByteCodec, train_wordpiece
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.export import convert as converting
 from sparsepretrain.runs import weights
 from sparsepretrain.runs.checkpoint import Checkpoint
 from sparsepretrain.sparsity.methods.sste import SSTE
-from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import derive
 from sparsepretrain.training.assembly import evaluated_model
 

@@ -10,14 +10,14 @@ import torch
 from export_cases import write_run
 
 from sparsepretrain.config import validate
-from sparsepretrain.config.cells import Cell, Part
-from sparsepretrain.config.tables import Size, Stage, Table
+from sparsepretrain.console import Console
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.runs import weights
 from sparsepretrain.runs.directory import RunDirectory
+from sparsepretrain.studies.cells import Cell, Part
 from sparsepretrain.studies.reproduce import check, study_of
 from sparsepretrain.studies.stages import Harness, commands
-from sparsepretrain.tracking.console import Console
+from sparsepretrain.studies.tables import Size, Stage, Table
 from sparsepretrain.training.assembly import evaluated_model
 
 pytest.importorskip("lm_eval")

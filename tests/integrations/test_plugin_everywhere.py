@@ -10,7 +10,7 @@ from tiny_runs import assert_same_run, metrics
 import sparsepretrain as sp
 from sparsepretrain import config
 from sparsepretrain.config import freeze
-from sparsepretrain.tracking.console import Console
+from sparsepretrain.console import Console
 from sparsepretrain.training import derive, trainer
 from sparsepretrain.training.evaluation import evaluate_checkpoint
 from sparsepretrain.training.schedules import resolve_steps

@@ -10,11 +10,11 @@ from torch import nn
 
 from sparsepretrain import config
 from sparsepretrain.config.places import catalog
+from sparsepretrain.console import Console
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.models.timm_image import TimmImage
 from sparsepretrain.optim import build_optimizer
 from sparsepretrain.tasks import build_task
-from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.assembly import build_model, sparsify_model
 from sparsepretrain.training.plan import dry_run
 

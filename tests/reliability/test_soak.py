@@ -9,7 +9,7 @@ import pytest
 from tiny_runs import final_state, metrics
 
 from sparsepretrain.config import freeze
-from sparsepretrain.tracking.console import Console
+from sparsepretrain.console import Console
 from sparsepretrain.training.trainer import train
 
 STEPS = int(os.environ.get("SPARSEPRETRAIN_TEST_SOAK_STEPS", 20_000))

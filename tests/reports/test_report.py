@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from sparsepretrain import registry
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.reports import plots
-from sparsepretrain.reports.claims import Difference
+from sparsepretrain.reports.differences import Difference
 from sparsepretrain.reports.figures import of_runs
 from sparsepretrain.reports.report import report
 from sparsepretrain.reports.runs import differences, labels, load, pair, smooth

@@ -11,10 +11,10 @@ import yaml
 from tiny_runs import Tiny
 
 from sparsepretrain import cli
+from sparsepretrain.console import Console
 from sparsepretrain.errors import SparsePretrainError
 from sparsepretrain.runs.directory import find_runs
 from sparsepretrain.studies import engine
-from sparsepretrain.tracking.console import Console
 
 
 class InProcess:

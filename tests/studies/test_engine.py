@@ -18,10 +18,10 @@ import pytest
 from tiny_runs import Tiny, assert_same_run, final_state
 
 from sparsepretrain.config import freeze
+from sparsepretrain.console import Console
 from sparsepretrain.errors import INTERRUPTED
 from sparsepretrain.studies import engine
 from sparsepretrain.studies.engine import Stopped, Study, StudyCell
-from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.trainer import train
 
 QUIET = ("eval.batches=0", "checkpoint.every=0", "log.layers_every=0")

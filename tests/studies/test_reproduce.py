@@ -13,12 +13,12 @@ import pytest
 from tiny_runs import assert_same_run, metrics
 
 from sparsepretrain import cli
-from sparsepretrain.config.cells import Selection
-from sparsepretrain.reports.results import collect
+from sparsepretrain.console import Console
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.studies import engine
+from sparsepretrain.studies.cells import Selection
 from sparsepretrain.studies.reproduce import study_of
-from sparsepretrain.tracking.console import Console
+from sparsepretrain.studies.results import collect
 
 
 def test_table_runs_stop_early_and_continue(tables, in_process, capsys):

@@ -6,9 +6,9 @@ import warnings
 
 import pytest
 
+from sparsepretrain.console import Console, clock, count, describe, significant
 from sparsepretrain.data.preparation import Progress
 from sparsepretrain.errors import SparsePretrainWarning, own_warnings
-from sparsepretrain.tracking.console import Console, clock, count, describe, significant
 
 
 class Terminal(io.StringIO):
@@ -148,7 +148,7 @@ def terminal(monkeypatch):
 @pytest.mark.parametrize("shell", ["| head -1", ">&-"])
 def test_broken_pipe_leaves_exit_code_and_stderr_alone(shell):
     code = (
-        "from sparsepretrain.tracking.console import Console; c = Console();"
+        "from sparsepretrain.console import Console; c = Console();"
         "[c.info('x' * 1000) for _ in range(500)]; open('/dev/stderr', 'w').write('done')"
     )
     command = f'set -o pipefail; "{sys.executable}" -c "{code}" {shell}'

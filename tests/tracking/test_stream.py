@@ -10,10 +10,10 @@ import yaml
 
 from sparsepretrain.config.groups import Tracker
 from sparsepretrain.config.strict import build
+from sparsepretrain.console import Console
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.record import read
 from sparsepretrain.tracking import stream as stream_module
-from sparsepretrain.tracking.console import Console
 from sparsepretrain.tracking.stream import Stream
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "tracker"

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from sparsepretrain.config.groups import Tracker
+from sparsepretrain.console import Console
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.tracking import stream as stream_module
 from sparsepretrain.tracking import wandb as room
-from sparsepretrain.tracking.console import Console
 from sparsepretrain.tracking.stream import Stream
 
 wandb = pytest.importorskip("wandb")

@@ -10,8 +10,8 @@ from torch._dynamo.utils import counters
 
 from sparsepretrain import config
 from sparsepretrain.config import freeze
+from sparsepretrain.console import Console
 from sparsepretrain.tasks import build_task
-from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import assembly, compilation, loop, validation
 from sparsepretrain.training.assembly import META, build_model
 from sparsepretrain.training.tracing import step_cost

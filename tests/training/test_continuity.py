@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sparsepretrain import config
-from sparsepretrain.tracking.console import Console
+from sparsepretrain.console import Console
 from sparsepretrain.training.assembly import build_session
 from sparsepretrain.training.loop import train_step
 

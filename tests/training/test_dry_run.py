@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from sparsepretrain import config
+from sparsepretrain.console import Console
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity.coverage import collapsed
-from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.loop import train_step
 from sparsepretrain.training.plan import bytes_per_entry, dry_run
 from sparsepretrain.training.validation import evaluate

@@ -10,12 +10,12 @@ import torch
 from tiny_runs import Tiny, final_state, metrics
 
 from sparsepretrain.cli import main
+from sparsepretrain.console import Console
 from sparsepretrain.data.preparation import load
 from sparsepretrain.errors import CheckpointError, DataError, DivergedError
 from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.checkpoint import Checkpoint
 from sparsepretrain.runs.directory import RunDirectory
-from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import trainer, validation
 from sparsepretrain.training.evaluation import evaluate_checkpoint
 

@@ -7,9 +7,9 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from sparsepretrain.cli import main
+from sparsepretrain.console import Console
 from sparsepretrain.data.order import windows
 from sparsepretrain.data.preparation import load
-from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.evaluation import evaluate_checkpoint
 
 

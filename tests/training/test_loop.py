@@ -8,9 +8,9 @@ import pytest
 import torch
 from tiny_runs import METHODS, assert_equal_bits, final_state, metrics
 
+from sparsepretrain.console import Console
 from sparsepretrain.errors import DivergedError
 from sparsepretrain.tasks.causal_lm import CausalLM
-from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import loop
 from sparsepretrain.training.guard import MAX_OVERFLOWS, MAX_SKIPS
 from sparsepretrain.training.loop import train_step

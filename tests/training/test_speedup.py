@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from sparsepretrain import config
-from sparsepretrain.tracking.console import Console
+from sparsepretrain.console import Console
 from sparsepretrain.training.cost import MatmulFlops, run_cost
 from sparsepretrain.training.plan import dry_run
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparsepretrain.config import freeze
-from sparsepretrain.reports.results import TableResults
+from sparsepretrain.studies.results import TableResults
 
 GROUPS = ("model", "data", "task", "optim", "schedule", "precision", "batch")
 """Groups of the configuration that have a line each."""

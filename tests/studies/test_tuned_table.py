@@ -5,10 +5,10 @@ import math
 import pytest
 
 from sparsepretrain.config.strict import build
-from sparsepretrain.config.tables import Table
-from sparsepretrain.reports import figures
-from sparsepretrain.reports.results import CellResult, TableResults, chosen, means
-from sparsepretrain.reports.table import judged, render
+from sparsepretrain.studies import figures
+from sparsepretrain.studies.results import CellResult, TableResults, chosen, means
+from sparsepretrain.studies.table_page import judged, render
+from sparsepretrain.studies.tables import Table
 
 SEEDS = range(101, 109)
 LOSS = {"label": "validation loss", "key": "loss", "better": "lower"}

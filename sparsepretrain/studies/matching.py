@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from sparsepretrain.config.cells import Selection, cell_overrides
 from sparsepretrain.config.schema import Run
-from sparsepretrain.config.tables import Match, Scale, Table
 from sparsepretrain.config.validate import load
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.studies.cells import Selection, cell_overrides
+from sparsepretrain.studies.tables import Match, Scale, Table
 from sparsepretrain.tasks import build_task
 from sparsepretrain.training.assembly import META, build_model
 from sparsepretrain.training.cost import Cost, run_cost

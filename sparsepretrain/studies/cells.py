@@ -11,10 +11,10 @@ from pathlib import Path
 
 from sparsepretrain.config.compose import quote, read
 from sparsepretrain.config.schema import Run
-from sparsepretrain.config.tables import Scale, Stage, Table, Tune, cell_name, slug, table_cells
 from sparsepretrain.config.validate import load
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.registry import suggestion
+from sparsepretrain.studies.tables import Scale, Stage, Table, Tune, cell_name, slug, table_cells
 
 SIMPLE = re.compile(r"(?!(?:true|false|null|inf|nan)$)[a-z/][\w/.+-]*", re.ASCII | re.IGNORECASE)
 """Names that need no quotes in Hydra's grammar."""

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sparsepretrain.config.tables import load_table
-from sparsepretrain.reports import scaling
-from sparsepretrain.reports.results import CellResult, TableResults, read_record
-from sparsepretrain.reports.scaling import Law, Point, fit
-from sparsepretrain.reports.table import render
+from sparsepretrain.studies import scaling
+from sparsepretrain.studies.results import CellResult, TableResults, read_record
+from sparsepretrain.studies.scaling import Law, Point, fit
+from sparsepretrain.studies.table_page import render
+from sparsepretrain.studies.tables import load_table
 
 RECORDS = Path(__file__).parents[2] / "docs" / "tables" / "records"
 TRUE = {"a_S": 0.5, "b_S": 0.7, "c_S": 1.0, "b_N": 0.25, "a_D": 0.3, "b_D": 0.4, "c": 0.6}

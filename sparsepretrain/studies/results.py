@@ -17,15 +17,15 @@ from typing import Any, Literal
 import numpy as np
 
 from sparsepretrain.config import freeze, strict
-from sparsepretrain.config.cells import Cell, Selection, cells, tuning_cells, word
 from sparsepretrain.config.compose import shell_line
-from sparsepretrain.config.tables import Metric, Scale, Size, Stage, Table, cell_name, load_table
 from sparsepretrain.config.validate import validate
 from sparsepretrain.errors import ConfigError, DataError, DivergedError, one_line
 from sparsepretrain.files import parse_json, write_atomic
-from sparsepretrain.reports.matching import matched
 from sparsepretrain.reports.runs import Curve, RunData, load
 from sparsepretrain.runs.directory import RunDirectory
+from sparsepretrain.studies.cells import Cell, Selection, cells, tuning_cells, word
+from sparsepretrain.studies.matching import matched
+from sparsepretrain.studies.tables import Metric, Scale, Size, Stage, Table, cell_name, load_table
 from sparsepretrain.training.cost import run_cost
 from sparsepretrain.training.schedules import resolve_steps
 

@@ -12,12 +12,13 @@ import yaml
 
 from sparsepretrain import cli
 from sparsepretrain.config import freeze
-from sparsepretrain.config.cells import Selection, cells
 from sparsepretrain.config.strict import build
-from sparsepretrain.config.tables import Metric, Table, load_table
-from sparsepretrain.reports import figures
-from sparsepretrain.reports.ran import GROUPS, SINGLE, what_ran
-from sparsepretrain.reports.results import (
+from sparsepretrain.reports.runs import RunData
+from sparsepretrain.runs.directory import RunDirectory
+from sparsepretrain.studies import figures
+from sparsepretrain.studies.cells import Selection, cells
+from sparsepretrain.studies.ran import GROUPS, SINGLE, what_ran
+from sparsepretrain.studies.results import (
     CellResult,
     TableResults,
     collect,
@@ -25,9 +26,8 @@ from sparsepretrain.reports.results import (
     read_record,
     write_record,
 )
-from sparsepretrain.reports.runs import RunData
-from sparsepretrain.reports.table import render
-from sparsepretrain.runs.directory import RunDirectory
+from sparsepretrain.studies.table_page import render
+from sparsepretrain.studies.tables import Metric, Table, load_table
 
 RECORDS = sorted((Path(__file__).parents[2] / "docs/tables/records").glob("*.json.gz"))
 

@@ -10,14 +10,17 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from matplotlib.figure import Figure
-
-from sparsepretrain.config import tables
-from sparsepretrain.config.cells import seeds_text
-from sparsepretrain.config.tables import (
+from sparsepretrain.console import clock, count
+from sparsepretrain.reports.differences import ALPHA, SEEDS, Difference
+from sparsepretrain.reports.page import Page, markdown_table
+from sparsepretrain.studies import claims, figures, scaling, tables
+from sparsepretrain.studies.cells import seeds_text
+from sparsepretrain.studies.claims import Ruling, judge
+from sparsepretrain.studies.ran import what_ran
+from sparsepretrain.studies.results import SHARED, CellResult, TableResults, chosen, means
+from sparsepretrain.studies.tables import (
     Metric,
     Published,
     Table,
@@ -26,18 +29,12 @@ from sparsepretrain.config.tables import (
     published,
     table_cells,
 )
-from sparsepretrain.reports import claims, figures, scaling
-from sparsepretrain.reports.claims import Difference, Ruling, judge
-from sparsepretrain.reports.page import markdown_table
-from sparsepretrain.reports.ran import what_ran
-from sparsepretrain.reports.results import SHARED, CellResult, TableResults, chosen, means
-from sparsepretrain.tracking.console import clock, count
 
 FEW_CLAIMS = 5
 """Most claims of a page without a correction for multiple tests."""
 HOLM = (
     "Holm: p of the verdict after Holm's correction for all claims of this {scope}; (not "
-    f"significant): the corrected p is not below {claims.ALPHA:g}."
+    f"significant): the corrected p is not below {ALPHA:g}."
 )
 COSTS = (
     "2:4 matmuls per layer: of three (forward, input gradient, weight gradient), mean over the "
@@ -45,20 +42,6 @@ COSTS = (
 )
 FIRST_HAND = ("published_text", "thesis_text", "authors_repo")
 """Statuses of published numbers without a warning."""
-
-
-@dataclass(slots=True)
-class Page:
-    """Markdown page with its figures."""
-
-    lines: list[str] = field(default_factory=list)
-    figures: dict[str, Figure] = field(default_factory=dict)
-    """File name -> figure."""
-
-    @property
-    def markdown(self) -> str:
-        """Text of the file."""
-        return "\n".join(self.lines).rstrip() + "\n"
 
 
 def render(results: TableResults, found: Mapping[str, Table]) -> Page:
@@ -189,7 +172,7 @@ def _verdicts(rulings: Sequence[tuple[tables.Claim, Ruling]], table: Table) -> l
     ]
     header, rows = _with_holm(("claim", "verdict", "why"), found, [r for _, r in rulings])
     bar = (
-        f"A verdict needs p < {claims.ALPHA:g} and {claims.SEEDS} seeds, by the test of its kind "
+        f"A verdict needs p < {ALPHA:g} and {SEEDS} seeds, by the test of its kind "
         "(docs/claims.md); in brackets 95 % intervals."
     )
     bar += f" {HOLM.format(scope='table')}" if len(header) > 3 else ""
@@ -210,7 +193,7 @@ def _with_holm(
         return header, rows
     decided = [ruling.verdict in ("held", "contradicted") for ruling in rulings]
     marks = [
-        f"{p:.1g}{'' if p < claims.ALPHA else ' (not significant)'}" if is_decided else "–"
+        f"{p:.1g}{'' if p < ALPHA else ' (not significant)'}" if is_decided else "–"
         for p, is_decided in zip(claims.holm(rulings), decided, strict=True)
     ]
     return (*header, "Holm"), [(*row, mark) for row, mark in zip(rows, marks, strict=True)]

@@ -18,9 +18,9 @@ import numpy as np
 from scipy import stats
 from scipy.optimize import least_squares
 
-from sparsepretrain.config.tables import Table
 from sparsepretrain.reports.page import markdown_table
-from sparsepretrain.reports.results import TableResults
+from sparsepretrain.studies.results import TableResults
+from sparsepretrain.studies.tables import Table
 
 NAMES = ("a_S", "b_S", "c_S", "b_N", "a_D", "b_D", "c")
 FEWEST = 6

@@ -3,11 +3,11 @@
 import pytest
 
 from sparsepretrain import config
-from sparsepretrain.config.cells import Selection, cells
 from sparsepretrain.config.strict import build
-from sparsepretrain.config.tables import Table, load_table
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.reports.matching import matched
+from sparsepretrain.studies.cells import Selection, cells
+from sparsepretrain.studies.matching import matched
+from sparsepretrain.studies.tables import Table, load_table
 from sparsepretrain.training.cost import run_cost
 
 MICRO = ["experiment=claims_lm", "steps=100"]

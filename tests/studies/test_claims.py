@@ -8,11 +8,12 @@ import pytest
 from scipy import stats
 
 from sparsepretrain.config.strict import build
-from sparsepretrain.config.tables import Table, load_table
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.reports.claims import Difference, Ruling, holm, judge
-from sparsepretrain.reports.results import read_record
-from sparsepretrain.reports.table import _mean, judged
+from sparsepretrain.reports.differences import Difference
+from sparsepretrain.studies.claims import Ruling, holm, judge
+from sparsepretrain.studies.results import read_record
+from sparsepretrain.studies.table_page import _mean, judged
+from sparsepretrain.studies.tables import Table, load_table
 
 ROWS = ["dense", "sste", "srste", "ste"]
 TRIALS = 300

@@ -1,0 +1,221 @@
+"""Figures of tables: differences over the run, final values, and along the columns of a table.
+
+Bands and bars are 95 % intervals over seeds; a single seed has none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from sparsepretrain.reports import plots
+from sparsepretrain.reports.differences import Difference
+from sparsepretrain.reports.figures import Curves, Pairs, add_legend, difference_figure
+from sparsepretrain.reports.plots import line_style
+from sparsepretrain.studies.claims import difference
+from sparsepretrain.studies.results import TableResults
+from sparsepretrain.studies.tables import Metric, Table
+
+PANELS = 4
+"""Most columns shown side by side."""
+CURVES = 6
+"""Most methods in one panel, besides the baseline."""
+
+
+def of_table(results: TableResults, table: Table) -> dict[str, tuple[Figure, str]]:
+    """Return name -> (figure, caption); empty if nothing was measured."""
+    first, metric = next(iter(table.metrics.items()))
+    if results.tuning:
+        drawn = {
+            "ranked": (ranked_figure(results, table), "Final values, ranked, with their cost"),
+            "cost": (cost_figure(results, table), "Final values against the FLOPs of the run"),
+        }
+        return {name: (figure, text) for name, (figure, text) in drawn.items() if figure}
+    measured = {cell.column for cell in results.cells if cell.curves or cell.metrics}
+    baseline, columns = table.baseline, [c for c in table.columns or [""] if c in measured]
+    found: dict[str, tuple[Figure | None, str]] = {}
+    if baseline and 0 < len(columns) <= PANELS:
+        panels = {}
+        for column in columns:
+            title = f"{table.column_label} {column}".strip() if column else ""
+            pairs = _pairs(results, table, column, baseline)
+            others = [row for row in table.rows if row != baseline]
+            size = -(-len(others) // -(-len(others) // CURVES))  # parts of almost equal size
+            parts = [others[i : i + size] for i in range(0, len(others), size)]
+            for number, rows in enumerate(parts, 1):
+                part = f"{title} ({number} of {len(parts)})".strip() if len(parts) > 1 else title
+                panels[part] = {row: pairs[row] for row in (baseline, *rows)}
+        name = metric.label if metric.key == "loss" else "validation loss"
+        every = {c.row: c.flip_interval for c in results.cells if "flip_rate" in c.curves}
+        figure = difference_figure(panels, {"loss": name}, baseline, results.unit, every)
+        found["difference"] = figure, f"Difference to {baseline} over the run, and flip rates"
+    values = {key: results.compared(key, table) for key in table.metrics}
+    if len(columns) < 3:
+        dots = {
+            " @ ".join(filter(None, (_label(table.metrics[key], table), column))): {
+                row: d
+                for row in table.rows
+                if row != baseline and (d := difference(values[key], row, column, baseline)).n
+            }
+            for key in ([*table.metrics][:PANELS] if columns == [""] else [first])
+            for column in columns
+        }
+        text = f"{_label(metric, table, 'Final values')}, with intervals"
+        found["final"] = dots_figure(dots, table.rows), text
+    else:
+        found["axis"] = axis_figure(results, table), f"Along {table.column_label}"
+    return {name: (figure, text) for name, (figure, text) in found.items() if figure is not None}
+
+
+def ranked_figure(results: TableResults, table: Table) -> Figure | None:
+    """Draw the first metric of each row with its interval, ranked; 2:4 matmuls at the right."""
+    key, metric = next(iter(table.metrics.items()))
+    values, cost = results.compared(key, table), results.costs(table.baseline)
+    rows = {r: difference(values, r, "", table.baseline) for r in table.rows if r in values}
+    rows.pop(table.baseline or "", None)
+    figure = dots_figure({_label(metric, table): rows}, table.rows)
+    if figure is not None:
+        (axes,) = figure.axes
+        names = [label.get_text() for label in axes.get_yticklabels()]
+        matmuls = [f"{cost[name][0]:.2g}" if name in cost else "–" for name in names]
+        right = axes.secondary_yaxis("right")
+        right.set_yticks(range(len(names)), matmuls, fontsize=8)
+        right.tick_params(length=0)
+        right.set_ylabel("2:4 matmuls per layer, of 3")
+    return figure
+
+
+def cost_figure(results: TableResults, table: Table) -> Figure | None:
+    """Draw the first metric against FLOPs; None without shorter runs of the baseline."""
+    key, metric = next(iter(table.metrics.items()))
+    values, cost = results.compared(key, table), results.costs(table.baseline)
+    size = {cell.row: cell.parameters for cell in results.cells}
+    base = table.baseline or ""
+    short = [row for row, (matmuls, _) in cost.items() if not matmuls and size[row] == size[base]]
+    if len(short) < 2:
+        return None
+    figure, (axes,) = plots.new_figure((7.5, 4.4))
+    points = {row: difference(values, row, "", base) for row in cost if row != base}
+    points[base] = Difference(base, [0.0])
+    for row, d in points.items():
+        flops = cost[row][1]
+        low, high = d.interval()
+        color = plots.COLORS[0] if row in short else plots.COLORS[1]
+        axes.plot([flops, flops], [low, high], color=color, linewidth=2)
+        axes.plot([flops], [d.mean], "o", color=color)
+    line = sorted((cost[row][1], Difference("", [*values[row].values()]).mean) for row in short)
+    axes.plot(*zip(*line, strict=True), color=plots.COLORS[0], linewidth=1, alpha=0.6)
+    axes.set_xlabel(f"FLOPs, % of {base}, if a 2:4 matmul costs half a dense one")
+    axes.set_ylabel(_label(metric, table))
+    axes.margins(x=0.06, y=0.06)
+    # labels in a column at the right, each with a line to its point: points may coincide
+    low, high = axes.get_ylim()
+    above = -math.inf
+    for row in sorted(points, key=lambda row: points[row].mean):
+        above = max((points[row].mean - low) / (high - low), above + 0.055)
+        axes.annotate(
+            row,
+            (cost[row][1], points[row].mean),
+            (1.04, above),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=8,
+            arrowprops={"arrowstyle": "-", "color": "0.75", "relpos": (0, 0.5)},
+        )
+    return figure
+
+
+def _label(metric: Metric, table: Table, name: str = "") -> str:
+    """Return the label of compared numbers, as ``validation loss, % above that of dense``."""
+    name = name or metric.label
+    if metric.percent_of:
+        return f"{name}, % above that of {metric.percent_of}"
+    return f"{name} minus that of {table.baseline}" if table.baseline else name
+
+
+def _pairs(results: TableResults, table: Table, column: str, baseline: str) -> Pairs:
+    cells = {(c.row, c.seed): c for c in results.cells if c.column == column and c.curves}
+    done = [c for c in cells.values() if c.state == "finished"] or [*cells.values()]
+    pairs: dict[str, list[tuple[Curves, Curves | None]]] = {row: [] for row in table.rows}
+    for cell in done:
+        partner = cells.get((baseline, cell.seed))
+        if partner is not None and (partner.state == "finished") == (cell.state == "finished"):
+            pairs[cell.row].append((cell.curves, partner.curves))
+    return pairs
+
+
+def dots_figure(
+    panels: Mapping[str, Mapping[str, Difference]], order: Sequence[str] | Mapping[str, Any]
+) -> Figure | None:
+    """Draw a dot and an interval per label, sorted by mean; ``order`` decides the colors."""
+    panels = {title: rows for title, rows in panels.items() if rows}
+    if not panels:
+        return None
+    first = next(iter(panels.values()))
+    labels = sorted(
+        dict.fromkeys(label for rows in panels.values() for label in rows),
+        key=lambda label: first[label].mean if label in first else math.inf,
+    )
+    names = list(order)
+    size = (3.5 + 3.6 * len(panels), 1.5 + 0.34 * len(labels))
+    figure, grid = plots.new_figure(size, columns=len(panels))
+    for index, (axes, (title, rows)) in enumerate(zip(grid, panels.items(), strict=True)):
+        for y, label in enumerate(labels):
+            if label not in rows:
+                continue
+            d, style = rows[label], line_style(names.index(label))
+            low, high = d.interval()
+            if d.n > 1:
+                axes.plot(d.values, [y] * d.n, ".", color=style["color"], alpha=0.35, markersize=5)
+                axes.plot([low, high], [y, y], color=style["color"], linewidth=1.8)
+            axes.plot([d.mean], [y], label=label, **style | {"linestyle": " ", "markersize": 6})
+        if any(min(d.values) < 0 for d in rows.values()) or "minus" in title:
+            axes.axvline(0, color="black", linewidth=1)
+        axes.set_title(title, fontsize=9, loc="left", wrap=True)
+        axes.set_yticks(range(len(labels)), labels)
+        axes.set_ylim(len(labels) - 0.5, -0.5)
+        axes.tick_params(labelsize=8, labelleft=index == 0)
+        axes.margins(x=0.08)
+    return figure
+
+
+def axis_figure(results: TableResults, table: Table) -> Figure | None:
+    """Draw every metric along the columns of a table, as it is compared."""
+    columns, rows, baseline = list(table.columns), list(table.rows), table.baseline
+    panels = []
+    for key, metric in table.metrics.items():
+        values = results.compared(key, table)
+        lines = {
+            row: [difference(values, row, column, baseline) for column in columns]
+            for row in rows
+            if row != baseline
+        }
+        if any(d.n for line in lines.values() for d in line):
+            panels.append((_label(metric, table), lines))
+    if not panels:
+        return None
+    figure, grid = plots.new_figure((1.5 + 5 * len(panels), 4.6), columns=len(panels))
+    drawn: dict[str, Any] = {}
+    for axes, (title, lines) in zip(grid, panels, strict=True):
+        for label, line in lines.items():
+            points = [(x, d.mean, *d.interval()) for x, d in enumerate(line) if d.n]
+            style = drawn[label] = line_style(rows.index(label))
+            x, mean, low, high = np.array(points).reshape(-1, 4).T
+            axes.plot(x, mean, label=label, **style)
+            axes.vlines(x, low, high, color=style["color"], linewidth=2, alpha=0.7)
+        numbers = [v for line in lines.values() for d in line for v in d.values]
+        if min(numbers) < 0 or baseline:
+            axes.axhline(0, color="black", linewidth=1)
+        elif min(numbers) > 0 and max(numbers) > 20 * min(numbers):
+            axes.set_yscale("log")
+        axes.set_title(title, fontsize=9, loc="left")
+        axes.set_xticks(range(len(columns)), columns, fontsize=8)
+        if sum(map(len, columns)) > 40:
+            axes.tick_params(axis="x", rotation=30)
+        axes.set_xlabel(table.column_label)
+    add_legend(figure, drawn)
+    return figure
