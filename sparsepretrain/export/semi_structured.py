@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.sparse import to_sparse_semi_structured
 
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.files import read_json
@@ -94,7 +93,7 @@ def compress(model: nn.Module, layers: list[str]) -> None:
         parent, _, child = name.rpartition(".")
         linear = _as_linear(model.get_submodule(name))
         weight, bias = linear.weight.detach(), linear.bias
-        packed = to_sparse_semi_structured(weight)
+        packed = torch.sparse.to_sparse_semi_structured(weight)
         case = weight.shape, weight.dtype, bias is None
         if case not in checked and (why := wrong(packed, weight, bias)):
             rows, columns = weight.shape

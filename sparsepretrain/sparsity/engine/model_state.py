@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Collection
 from typing import Any
 
@@ -59,7 +60,7 @@ class ModelState:
         ends = itertools.chain([""], (f"_{k}" for k in itertools.count(2)))
         end = next(end for end in ends if not hasattr(root, f"sparsity_counters{end}"))
         self.buffer, self.method_buffer = f"sparsity_counters{end}", f"sparsity_method{end}"
-        size = 2 + len(method.scalars) + 1  # step, compared_at, scalars, step²
+        size = 2 + len(method.scalars) + 1  # step, compared_at, scalars, checksum
         root.register_buffer(self.buffer, torch.zeros(size, dtype=torch.int64, device=device))
         root.register_buffer(self.method_buffer, _encoded(title(method)).to(device))
         self._hooks = [
@@ -110,18 +111,18 @@ class ModelState:
         if self._seen is not None and self._seen[0] is buffer and self._seen[1] == version:
             return
         if not buffer.is_meta:
-            step, compared_at, *scalars, square = buffer.tolist()
+            *values, checksum = buffer.tolist()
             left_meta = self.left_meta
             self._name_method()
-            if left_meta and (square != _square(step) or not any((step, compared_at, *scalars))):
+            if left_meta and (checksum != _checksum(values) or not any(values)):
                 self.write()  # nothing was loaded since
                 return
-            # The square of a mean is not the mean of squares.
-            if square != _square(step):
+            if checksum != _checksum(values):
                 raise ConfigError(
                     "the counters and masks of this sparse model were averaged: they must be "
                     "copied, as AveragedModel(use_buffers=False) and timm's ModelEmaV3 do"
                 )
+            step, compared_at, *scalars = values
             if (step, compared_at) != (self.step, self.compared_at):
                 self.flips = None
             self.compared_at = compared_at
@@ -149,7 +150,8 @@ class ModelState:
 
     def _values(self) -> list[int]:
         """Return the integers as the buffer holds them."""
-        return [self.step, self.compared_at, *self.method.scalars.values(), _square(self.step)]
+        values = [self.step, self.compared_at, *self.method.scalars.values()]
+        return [*values, _checksum(values)]
 
     def before_load(self, module: nn.Module, state_dict: Any, prefix: str, *args: Any) -> None:
         """Refuse the state of another method, and add the counters that a dense one lacks."""
@@ -240,9 +242,13 @@ class ModelState:
                     module.reshard()  # type: ignore[operator]
 
 
-def _square(step: int) -> int:
-    """Return step² in 62 bits, as int64 holds them."""
-    return step**2 & (2**62 - 1)
+def _checksum(values: list[int]) -> int:
+    """Return a checksum, which memory without values and counters averaged over models miss.
+
+    Zeros, which a dense state dict may bring, are valid.
+    """
+    own, zeros = (zlib.crc32(repr(v).encode()) for v in (values, [0] * len(values)))
+    return own ^ zeros
 
 
 def _encoded(text: str) -> Tensor:
