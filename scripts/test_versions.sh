@@ -52,7 +52,7 @@ for version in "${TORCH[@]}"; do
     fi
     name=$(versions "$python")
     pytest=("$python" -m pytest -p no:cacheprovider --timeout 900)
-    where=tests/gpu_without_gpu
+    where=tests/stub_driver
     # fake CUDA tensors of torch 2.9 ask the driver
     if [ "$version" = "$MINIMUM.0" ]; then where+=/test_stub_driver.py; fi
     check "$name, kernels" "${pytest[@]}" "$where"
@@ -72,7 +72,7 @@ for version in "${TRITON[@]}"; do
     fi
     export PYTHONPATH=$directory:$PWD
     check "$(versions "$PYTHON"), kernels" \
-        "$PYTHON" -m pytest -p no:cacheprovider tests/gpu_without_gpu/test_stub_driver.py
+        "$PYTHON" -m pytest -p no:cacheprovider tests/stub_driver/test_stub_driver.py
 done
 
 for version in "${HYDRA[@]}"; do

@@ -1,6 +1,6 @@
 """Variants of the kernels that no benchmark times: other types, patterns, layouts and options.
 
-``tests/kernels_offline`` compiles them like the cases of ``benchmarks/kernel_cases.py`` and
+``tests/compile_only`` compiles them like the cases of ``benchmarks/kernel_cases.py`` and
 ``tests/gpu`` compares them with the reference.
 """
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch.distributed.fsdp
 import torch.utils.flop_counter
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401
+from faults import inject
 from mutants import mistaken
-from strikes import strike
 from tiny_runs import assert_equal_bits
 
 from sparsepretrain import config
@@ -66,8 +66,8 @@ def compared_with_their_hash(t: Session, *_: Any, **__: Any) -> None:
 def run(case: dict[str, Any]) -> int:
     """Train a case in a world of its own; the exit code of the command."""
     os.environ["MASTER_PORT"] = str(case["port"])
-    if os.environ["RANK"] in case["strikes"]:
-        strike(*case["strikes"][os.environ["RANK"]])
+    if os.environ["RANK"] in case["faults"]:
+        inject(*case["faults"][os.environ["RANK"]])
     try:
         if case["only"] == "loading":
             session_state.load_state_dict = compared_with_its_source  # type: ignore[assignment]

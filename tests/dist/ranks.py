@@ -55,8 +55,8 @@ class Case:
     stop_after: int | None = None
     parallel: tuple[str, ...] = ("parallel=ddp",)
     directory: Path = field(default_factory=Path)
-    # rank -> kind, moment and number of a strike, see strikes.py
-    strikes: dict[int, tuple[str, str, int]] = field(default_factory=dict)
+    # rank -> kind, moment and number of a fault, see faults.py
+    faults: dict[int, tuple[str, str, int]] = field(default_factory=dict)
     # "loading": compare what was loaded with its checkpoint, and end; "weights": what each process
     # was given of the initial weights with their hash
     only: str = ""
@@ -88,7 +88,7 @@ def train_with(tiny: Tiny, size: int, cases: list[Case]) -> dict[str, Path]:
         root = case.directory if case.directory.name else tiny.root / f"{size} {case.name}"
         words = [*tiny.overrides(*case.words, *case.parallel), "parallel.device=cpu"]
         words.append(f"runs_dir='{root}'")
-        keys = ("mutant", "stop_after", "strikes", "only")
+        keys = ("mutant", "stop_after", "faults", "only")
         about = {key: getattr(case, key) for key in keys}
         plain.append({"name": case.name, "words": words, "port": store.port, **about})
         found[case.name] = words

@@ -34,11 +34,11 @@ def test_every_method(tiny, record_property):
     killed, place = [], {"parallel": FSDP, "directory": tiny.root / "killed"}
     for index, (name, own) in enumerate(words.items()):
         moment = "SIGKILL", "micro-batch", 6 + index % 10  # of 16, in steps 3 to 8
-        strikes = dict.fromkeys(([0], [1], [0, 1])[index % 3], moment)
-        killed.append(Case(f"killed {name}", own, strikes=strikes, fails=True, **place))
+        faults = dict.fromkeys(([0], [1], [0, 1])[index % 3], moment)
+        killed.append(Case(f"killed {name}", own, faults=faults, fails=True, **place))
     many = train_with(tiny, 2, whole + killed)
     for case in killed:
-        assert [rank for rank, code in enumerate(case.codes) if code == -9] == [*case.strikes]
+        assert [rank for rank, code in enumerate(case.codes) if code == -9] == [*case.faults]
     shutil.copytree(tiny.root / "killed", tiny.root / "four")
     rest = [Case(n, own, parallel=FSDP, directory=tiny.root / "four") for n, own in words.items()]
     four = train_with(tiny, 4, rest)

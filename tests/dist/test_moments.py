@@ -3,8 +3,8 @@
 import itertools
 
 import pytest
+from faults import MOMENTS, SAVING
 from ranks import Case, train_with, variant
-from strikes import MOMENTS, SAVING
 from test_fsdp import assert_same
 from test_same_answer import alone
 from tiny_runs import metrics
@@ -23,7 +23,7 @@ NUMBERS = {"start-up": 1, "micro-batch": 8, "evaluation": 3, "writing a checkpoi
 def struck(tiny, kind, who, moment, index, number=None, **options):
     """A run, sharded or not, of two processes."""
     number = number or NUMBERS.get(moment, 3)
-    options["strikes"] = dict.fromkeys(WHO[who], (kind, moment, number))
+    options["faults"] = dict.fromkeys(WHO[who], (kind, moment, number))
     options["parallel"] = (("parallel=fsdp",), ("parallel=ddp",))[index % 2]
     name = f"{kind} {who} {moment} {number}"
     return Case(name, WORDS, directory=tiny.root / f"{index}", **options)
@@ -55,7 +55,7 @@ def test_kill_9_at_named_moments(tiny, saves, record_property):
     train_with(tiny, 2, cases)
     killed = [[rank for rank, code in enumerate(case.codes) if code == -9] for case in cases]
     for case, ranks in zip(cases, killed, strict=True):  # the death of one may forestall the other
-        assert ranks and set(ranks) <= {*case.strikes}, case
+        assert ranks and set(ranks) <= {*case.faults}, case
     assert_they_go_on(tiny, cases)
     record_property("injected", sum(map(len, killed)))
 

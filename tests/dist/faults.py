@@ -43,7 +43,7 @@ HANGS = 120
 """Seconds; twice the ``parallel.timeout`` of tests that wait for it."""
 
 
-def strike(kind: str, moment: str, number: int) -> None:
+def inject(kind: str, moment: str, number: int) -> None:
     """Let ``kind`` happen in this process, in call ``number`` of ``moment``, from 1.
 
     A kind that ends with `` late`` happens when the call is over.
@@ -55,7 +55,7 @@ def strike(kind: str, moment: str, number: int) -> None:
 
 
 def strike_at(kind: str, owner: Any, name: str, number: int) -> None:
-    """See :func:`strike`; ``owner.name`` is what is called."""
+    """See :func:`inject`; ``owner.name`` is what is called."""
     name_of_signal = kind.removesuffix(" late")
 
     def happen() -> None:

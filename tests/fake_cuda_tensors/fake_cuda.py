@@ -268,7 +268,7 @@ def _mixup(what: str) -> None:
 
 
 @contextlib.contextmanager
-def pretend_cuda() -> Iterator[Record]:
+def fake_cuda() -> Iterator[Record]:
     """Inside, there is one GPU, and ``module.to("cuda")`` moves to it; yields what is recorded."""
     from torch.nn.utils import clip_grad
     from torch.optim import optimizer

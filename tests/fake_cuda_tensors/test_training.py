@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from fake_cuda import RECORD, Pretended, fake_cuda
 from finetune_cases import build, glue, squad
-from pretended import RECORD, Pretended, pretend_cuda
 from tiny_runs import Tiny, assert_equal_bits, assert_same_run, interrupted
 from tiny_translation import TinyTranslation
 from torch.utils._pytree import tree_map
@@ -106,7 +106,7 @@ def three_steps(tiny, words, *, watched=False):
 def compare(tiny, words):
     words = (*words, "batch.micro=2")
     expected = three_steps(tiny, (*words, "parallel.device=cpu"))
-    with pretend_cuda():
+    with fake_cuda():
         found = three_steps(tiny, (*words, "parallel.device=cuda"), watched=True)
         assert RECORD.mixups == []
     assert_equal_bits(expected, found)
@@ -166,7 +166,7 @@ def test_records_are_evaluated_in_one_wait(tiny, tmp_path, files):
     words = (*files(tmp_path), "compile=none")
     session = build(source, *words)
     expected = validation.evaluate(session, "validation", None, final=True)
-    with pretend_cuda():
+    with fake_cuda():
         session = build(source, *words, "parallel.device=cuda")
         RECORD.clear()
         assert validation.evaluate(session, "validation", None, final=True) == expected
@@ -179,7 +179,7 @@ def test_a_run_that_is_stopped_and_continued(tiny, stop_after, method):
     words = (f"sparsity={method}", "batch.micro=2")
     expected = tiny.train(*words, "parallel.device=cpu").directory
     other = Tiny(tiny.root / "cuda", tiny.corpus)
-    with pretend_cuda():
+    with fake_cuda():
         found = interrupted(other, stop_after, (3,), *words, "parallel.device=cuda", "compile=none")
     assert_same_run(expected, found)
 
@@ -192,14 +192,14 @@ def test_a_tensor_that_was_left_behind_stops_a_run(tiny, monkeypatch):
 
     monkeypatch.setattr(BiMask, "initial_state", left_behind)
     tiny.build("sparsity=bimask", "parallel.device=cpu")
-    with pretend_cuda(), pytest.raises(RuntimeError, match=r"same device.*sparsity/"):
+    with fake_cuda(), pytest.raises(RuntimeError, match=r"same device.*sparsity/"):
         tiny.build("sparsity=bimask", "parallel.device=cuda", "compile=none")
 
 
 def test_a_snapshot_waits_for_the_device_once(tmp_path):
     parts = {"a": torch.arange(6.0), "b": {"c": torch.ones(3, 4).t(), "number": 3}}
     writer = Writer(tmp_path, background=True)
-    with pretend_cuda():
+    with fake_cuda():
         for _ in range(2):  # into new memory, and into that of the last snapshot
             here = tree_map(lambda x: Pretended(x) if isinstance(x, torch.Tensor) else x, parts)
             RECORD.clear()
