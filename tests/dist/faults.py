@@ -49,12 +49,12 @@ def inject(kind: str, moment: str, number: int) -> None:
     A kind that ends with `` late`` happens when the call is over.
     """
     if moment in SAVING:
-        _change(checkpoint, "save", number, lambda: strike_at(kind, *SAVING[moment], 1))
+        _change(checkpoint, "save", number, lambda: inject_at(kind, *SAVING[moment], 1))
     else:
-        strike_at(kind, *MOMENTS[moment], number)
+        inject_at(kind, *MOMENTS[moment], number)
 
 
-def strike_at(kind: str, owner: Any, name: str, number: int) -> None:
+def inject_at(kind: str, owner: Any, name: str, number: int) -> None:
     """See :func:`inject`; ``owner.name`` is what is called."""
     name_of_signal = kind.removesuffix(" late")
 
