@@ -84,7 +84,8 @@ class Console:
         table = Table(*columns, title=title or None, title_justify="left", title_style="bold")
         table.show_header = header is not None
         if not lines:
-            table.box, table.padding = None, (0, 2, 0, 0)
+            table.box = None
+            table.padding = (0, 2, 0, 0)
         for row in texts:
             table.add_row(*row)
         if redraw:
@@ -94,7 +95,9 @@ class Console:
 
     def progress(self, state: Preparation) -> None:
         """Show the progress and speed of data preparation."""
-        done, total, unit = state.done, state.total, state.unit
+        done = state.done
+        total = state.total
+        unit = state.unit
         text = f"{count(done)} {unit}" if done or unit else ""
         if total is not None:
             text = f"{count(done)} of {count(total)} {unit}"
@@ -162,7 +165,8 @@ class Console:
         if total is None or "time" not in line:
             return None
         self._first = self._first or (line["step"], line["time"])
-        steps, seconds = line["step"] - self._first[0], line["time"] - self._first[1]
+        steps = line["step"] - self._first[0]
+        seconds = line["time"] - self._first[1]
         return (total - line["step"]) * seconds / steps if steps else None
 
 
@@ -190,7 +194,8 @@ def describe(
 def switch(line: dict[str, Any]) -> str:
     """Return the text for the first line of a dense or sparse phase."""
     text = "sparse from here on" if line.get("sparse") else "dense from here on"
-    change, threshold = line.get("autoswitch_z"), line.get("autoswitch_threshold")
+    change = line.get("autoswitch_z")
+    threshold = line.get("autoswitch_threshold")
     if _number(change) and _number(threshold):
         text += f" (AutoSwitch: Z̄ {change:.2e}, ε {threshold:.2e})"
     return text

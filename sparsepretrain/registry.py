@@ -138,7 +138,8 @@ def load_plugin(plugin: str) -> None:
 
 
 def _import_file(plugin: str) -> None:
-    path, module_name = Path(plugin).expanduser().resolve(), _module_name(plugin)
+    path = Path(plugin).expanduser().resolve()
+    module_name = _module_name(plugin)
     if module_name in sys.modules:
         return
     if not path.is_file():

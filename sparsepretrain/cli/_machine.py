@@ -17,7 +17,8 @@ def present_device() -> torch.device:
 def machine() -> list[tuple[str, str]]:
     """Return versions and devices, as rows."""
     found = environment(present_device())
-    packages, hardware = found["packages"], found["hardware"]
+    packages = found["packages"]
+    hardware = found["hardware"]
     commit = f", commit {found['commit']}" if found["commit"] else ""
     slow = slow_version(present_device())
     rows = [

@@ -22,7 +22,8 @@ class Methods(Verb):
 
         if problems := registry.load_plugins([]):
             raise ConfigError(problems)
-        rows, notes = [], []
+        rows = []
+        notes = []
         for name in registry.names("method"):
             method: Any = registry.get("method", name)
             if not issubclass(method, Method):  # of a plug-in; training rejects the class

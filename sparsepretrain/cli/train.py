@@ -62,7 +62,8 @@ class Train(ConfiguredVerb):
         if notes:
             console.info("\n".join(notes))
         run = resolve_steps(run)
-        directory, code = RunDirectory.of(run), 0
+        directory = RunDirectory.of(run)
+        code = 0
         end = min(args.stop_after or run.steps, run.steps)
         if args.dry_run:
             console.loading(run.name)
@@ -84,7 +85,8 @@ class Train(ConfiguredVerb):
 
 def illustrate(directory: RunDirectory) -> None:
     """Write plots and report of a finished run; a failure is a warning."""
-    record, page = directory.record_file, directory.report_file
+    record = directory.record_file
+    page = directory.report_file
     if page.exists() and record.exists() and page.stat().st_mtime >= record.stat().st_mtime:
         return  # up to date
     from sparsepretrain.console import Console

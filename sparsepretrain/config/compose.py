@@ -150,7 +150,8 @@ def _pair_notes(parsed: Overrides, name: str, plain: Any) -> list[str]:
     files = [f for directory in parsed.path if (f := directory / PAIRS / name).is_file()]
     if not files:
         return []
-    published, composed = flat(OmegaConf.to_container(OmegaConf.load(files[0]))), flat(plain)
+    published = flat(OmegaConf.to_container(OmegaConf.load(files[0])))
+    composed = flat(plain)
     return [
         f"{key}={value}: from {PAIRS}/{name}, for this model and method"
         for key, value in published.items()

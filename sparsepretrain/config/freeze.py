@@ -77,7 +77,8 @@ def run_directory(config: Config) -> Path:
 
 def diff(old: Config, new: Config) -> list[str]:
     """Return ``key: old -> new`` for every dotted key that differs, in the order of keys."""
-    left, right = flat(_canonical(old)), flat(_canonical(new))
+    left = flat(_canonical(old))
+    right = flat(_canonical(new))
     pairs = {key: (left.get(key, "absent"), right.get(key, "absent")) for key in left | right}
     return [
         f"{key}: " + " -> ".join(v if isinstance(v, str) else json.dumps(v) for v in pair)

@@ -175,7 +175,8 @@ class Run:
 
     def _kept(self) -> Problems:
         """Yield rules for kept checkpoints that no checkpoint can match."""
-        every, keep = self.checkpoint.every, self.checkpoint
+        every = self.checkpoint.every
+        keep = self.checkpoint
         if keep.keep_every and (not every or keep.keep_every % every):
             must = f"must be a multiple of checkpoint.every ({every})"
             yield "checkpoint.keep_every", f"{must}, got {keep.keep_every}"
@@ -187,7 +188,8 @@ class Run:
 
 def shares(run: Run, processes: int) -> Problems:
     """Yield reasons why ``processes`` cannot split the global batch evenly."""
-    size, micro = run.batch.size, run.batch.micro
+    size = run.batch.size
+    micro = run.batch.micro
     if micro <= 0 or size % micro:
         return  # reported by Batch
     if size % (micro * processes):

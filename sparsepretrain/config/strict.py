@@ -119,7 +119,8 @@ def _convert(hint: Any, value: Any, key: str, errors: list[str]) -> Any:
 
 def _match(hint: Any, value: Any, key: str, errors: list[str]) -> Any:
     """Return ``value`` as ``hint``, or _MISSING for a wrong type."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if hint is Any:
         return value
     if origin in (typing.Union, types.UnionType):
@@ -184,7 +185,8 @@ _NAMES = {
 
 
 def _name(hint: Any) -> str:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_name(a) for a in args)
     if origin is typing.Literal:

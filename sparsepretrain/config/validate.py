@@ -78,7 +78,8 @@ def _check(plain: dict[str, Any], skip: Collection[str]) -> tuple[Run | None, li
 
 def _part(group: str, data: Any, errors: list[str]) -> Any:
     """Build the options of ``group`` with the class that its key names."""
-    key, problem = key_of(group), ""
+    key = key_of(group)
+    problem = ""
     if not isinstance(data, dict):
         problem = f"{group} must be a mapping of keys, got {data!r}"
     elif key not in data:

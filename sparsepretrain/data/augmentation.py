@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 # last word of a key: keeps the draws of different uses apart
-AUGMENT, MIX, LIGHT = 1, 2, 3
+AUGMENT = 1
+MIX = 2
+LIGHT = 3
 
 EIGENVALUES = (0.2175, 0.0188, 0.0045)
 EIGENVECTORS = ((-0.5675, 0.7192, 0.4009), (-0.5808, -0.0045, -0.8140), (-0.5836, -0.6948, 0.4203))
@@ -59,7 +61,8 @@ class Augmentation:
     """
 
     def __init__(self, options: Any, seed: int) -> None:
-        self._options, self._seed = options, seed
+        self._options = options
+        self._seed = seed
 
     def train(self, image: Image, epoch: int, position: int) -> Tensor:
         """Return the augmented RGB image of (epoch, position): (3, size, size) fp32."""
@@ -87,7 +90,9 @@ class Augmentation:
 
     def _shift(self, image: Image, words: np.ndarray) -> Tensor:
         options = self._options
-        size, border, cut = options.image_size, options.shift, options.cutout
+        size = options.image_size
+        border = options.shift
+        cut = options.cutout
         pixels = self._pixels(image, options.interpolation)
         places = words.astype(np.uint64)
         if border:
@@ -149,7 +154,8 @@ def mix(
     """
     # the legacy generator: its stream is frozen, that of Generator.beta is not
     draws = np.random.RandomState(keyed_words(*key, MIX))
-    partners, share = labels.flip(0), 1.0
+    partners = labels.flip(0)
+    share = 1.0
     if draws.random_sample() < options.mix_probability:
         both = options.mixup > 0 and options.cutmix > 0
         cut = draws.random_sample() < options.cutmix_share if both else options.cutmix > 0
@@ -171,7 +177,8 @@ def _box(
     side = np.sqrt(1 - share)
     sides = []
     for length in (height, width):
-        center, half = draws.randint(length), int(length * side) // 2
+        center = draws.randint(length)
+        half = int(length * side) // 2
         sides.append(slice(max(center - half, 0), min(center + half, length)))
     area = (sides[0].stop - sides[0].start) * (sides[1].stop - sides[1].start)
     return (sides[0], sides[1]), 1 - area / (height * width)

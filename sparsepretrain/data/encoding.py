@@ -111,7 +111,8 @@ class FileCodec:
         """Return the tokenizer's own template, else BERT's, else end of text between the texts."""
         tokenizer = self._tokenizer
         if tokenizer.num_special_tokens_to_add(True):
-            pair, single = tokenizer.encode("a", "a"), tokenizer.encode("a")
+            pair = tokenizer.encode("a", "a")
+            single = tokenizer.encode("a")
             first, second, alone = (
                 [i for i, sequence in enumerate(encoding.sequence_ids) if sequence == text]
                 for encoding, text in ((pair, 0), (pair, 1), (single, 0))
@@ -161,7 +162,8 @@ def train_bpe(texts: Iterable[bytes | str], vocab_size: int) -> str:
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    tokenizer, words = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = Tokenizer(models.BPE())
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [words, pre_tokenizers.FixedLength(LONGEST_WORD)]
     )
@@ -225,7 +227,8 @@ def train_wordpiece(texts: Iterable[bytes | str], vocab_size: int, *, lowercase:
     tokenizer = Tokenizer(
         models.WordPiece({piece: i for i, piece in enumerate(vocabulary)}, unk_token="[UNK]")
     )
-    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, words
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = words
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.add_special_tokens(list(WORDPIECE_SPECIAL))
     return str(tokenizer.to_str())

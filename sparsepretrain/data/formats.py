@@ -70,7 +70,8 @@ class Images:
         if split not in data.tokens:
             raise DataError(f"{data.name} has no {split} split")
         self._source: Any = registry.get("source", options.source)(options)
-        self._bytes, self._classes = data.tokens[split], classes
+        self._bytes = data.tokens[split]
+        self._classes = classes
         self._where = f"{data.name}, {split} split"
         self._bounds = data.bounds[split]
         self.count = data.documents(split)
@@ -99,7 +100,8 @@ class Images:
             raise DataError(text) from error
 
     def _entry(self, index: int) -> Any:
-        begin, end = self._bounds[index], self._bounds[index + 1]
+        begin = self._bounds[index]
+        end = self._bounds[index + 1]
         return json.loads(bytes(self._bytes[begin : end - 1]))  # byte 0 ends it
 
 

@@ -45,7 +45,8 @@ def quiet_datasets(*, local: bool) -> Iterator[None]:
     import datasets
     import huggingface_hub
 
-    bars, verbosity = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
+    bars = datasets.is_progress_bar_enabled()
+    verbosity = datasets.logging.get_verbosity()
     offline = datasets.config.HF_HUB_OFFLINE
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()

@@ -48,7 +48,9 @@ class Windows:
         self, tokens: np.ndarray, length: int, seed: int, *, replacement: bool, complete: bool
     ) -> None:
         """Take windows of at least ``length + 1`` ``tokens``; see :func:`windows`."""
-        self._tokens, self._length, self._seed = tokens, length, seed
+        self._tokens = tokens
+        self._length = length
+        self._seed = seed
         self._replacement = replacement
         # one window fewer leaves room for any offset, unless there is only one
         self._full = max(1, (len(tokens) - length) // length)
@@ -85,7 +87,8 @@ class Windows:
 
     def _left_out(self) -> list[tuple[int, int]]:
         """Return (start, stop) of the windows before and after those of the first epoch."""
-        begin, last = int(self._epoch(0).min()), len(self._tokens) - 1
+        begin = int(self._epoch(0).min())
+        last = len(self._tokens) - 1
         end = begin + self._full * self._length
         starts = [*([0] if begin else []), *range(end, last, self._length)]
         return [(s, min(s + self._length, begin if s < begin else last) + 1) for s in starts]
@@ -107,7 +110,9 @@ class Documents:
 
     def __init__(self, tokens: np.ndarray, bounds: np.ndarray, length: int, seed: int) -> None:
         """Take the documents between ``bounds`` of ``tokens``; see :func:`windows`."""
-        self._tokens, self._bounds, self._length = tokens, bounds, length
+        self._tokens = tokens
+        self._bounds = bounds
+        self._length = length
         # in pieces: the bounds of a large corpus are gigabytes of a memory map
         pieces = range(0, len(bounds) - 1, CHUNK)
         short = [np.flatnonzero(np.diff(bounds[i : i + CHUNK + 1]) < 2) + i for i in pieces]
@@ -232,7 +237,9 @@ def pad(rows: Sequence[np.ndarray], value: int) -> np.ndarray:
 
 def _cut(longest: np.ndarray, max_tokens: int) -> np.ndarray:
     """Cut ascending lengths greedily so that rows · last length ≤ ``max_tokens``."""
-    starts, begin, total = [0], 0, len(longest)
+    starts = [0]
+    begin = 0
+    total = len(longest)
     while begin < total:
         # rows · length grows with every row, so those that fit come first
         rows = np.arange(1, total - begin + 1)[: max(1, max_tokens // int(longest[begin]))]
@@ -261,7 +268,8 @@ class Shuffle:
     """
 
     def __init__(self, count: int, seed: int, copies: int = 1) -> None:
-        self._count, self._copies = count, copies
+        self._count = count
+        self._copies = copies
         self._epoch = lru_cache(2)(lambda epoch: permutation(seed, epoch, count))
 
     def samples(self, step: int, positions: Sequence[int], size: int) -> list[ShuffledSample]:

@@ -68,7 +68,9 @@ OnProgress = Callable[[Progress], None]
 
 class _Phase:
     def __init__(self, report: OnProgress, name: str, total: int | None, unit: str) -> None:
-        self._report, self._what, self._begin = report, (name, total, unit), time.monotonic()
+        self._report = report
+        self._what = (name, total, unit)
+        self._begin = time.monotonic()
 
     def __call__(self, done: int, tokens: int = 0) -> None:
         name, total, unit = self._what
@@ -206,7 +208,9 @@ class _TrainingText:
 
     def __iter__(self) -> Iterator[bytes | str]:
         shards = [shard for shard in self.shards if shard.split == TRAIN]
-        seen, done, total = 0, 0, sum(shard.size for shard in shards)
+        seen = 0
+        done = 0
+        total = sum(shard.size for shard in shards)
         phase = _Phase(self.report, "training the tokenizer", total, self.source.unit)
         for shard in shards:
             for text, _ in self.source.documents(shard):
@@ -225,7 +229,8 @@ def _tokenize(job: _Job, shards: list[Shard], workers: int | None, report: OnPro
         allowed = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
         workers = 1 if job.tokenizer is None else len(allowed)
     total = sum(shard.size for shard in shards)
-    done, tokens = total - sum(shard.size for shard in pending), 0
+    done = total - sum(shard.size for shard in pending)
+    tokens = 0
     phase = _Phase(report, "tokenizing", total, job.source.unit)
     phase(done)
     codec = open_codec(job.tokenizer)
@@ -262,7 +267,8 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
         size += len(document[0])
         if size > BATCH:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 
@@ -275,14 +281,18 @@ def _merge(job: _Job, shards: list[Shard], report: OnProgress) -> Path:
     total = sum(job.file(shard).stat().st_size for shard in shards)
     phase = _Phase(report, "writing", total, "bytes")
     end = open_codec(job.tokenizer).end_of_text
-    done, counts, digests, bounds = 0, {}, {}, {}
+    done = 0
+    counts = {}
+    digests = {}
+    bounds = {}
     made = {shard.split for shard in shards} | {TRAIN, VALIDATION}
     for split in (split for split in SPLITS if split in made):
         with (
             open(final / f"{split}.bin", "wb") as tokens_file,
             open(final / f"{split}.bounds", "wb") as bounds_file,
         ):
-            tokens, documents = _Hashed(tokens_file), _Bounds(bounds_file, end)
+            tokens = _Hashed(tokens_file)
+            documents = _Bounds(bounds_file, end)
             for piece in _pieces(job, (shard for shard in shards if shard.split == split)):
                 tokens.write(piece)
                 documents.add(piece)

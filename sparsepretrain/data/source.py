@@ -15,7 +15,9 @@ from sparsepretrain.files import is_plain_name
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-TRAIN, VALIDATION, TEST = "train", "validation", "test"
+TRAIN = "train"
+VALIDATION = "validation"
+TEST = "test"
 SPLITS = (TRAIN, VALIDATION, TEST)
 
 Document = tuple[bytes | str, bool]

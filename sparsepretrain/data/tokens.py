@@ -37,7 +37,8 @@ class Damaged(DataError):
     """Prepared data was changed or lost; preparing again repairs it."""
 
     def __init__(self, directory: Path, problem: str) -> None:
-        self.problem, name = problem, directory.name.rpartition("-")[0]
+        self.problem = problem
+        name = directory.name.rpartition("-")[0]
         super().__init__(
             f"{problem}: delete {directory} or run `sparsepretrain prepare data={name}` (with the "
             "data options of this run) again"

@@ -25,7 +25,9 @@ AUTO = {
 
 def write(converted: Converted, about: dict[str, Any], directory: Path) -> None:
     """Write ``README.md``."""
-    source, task, method = converted.source, converted.task, converted.method
+    source = converted.source
+    task = converted.task
+    method = converted.method
     config: dict[str, Any] = source.config or {}
     name = type(converted.model).__name__
     auto, pipeline = next(
@@ -87,12 +89,15 @@ def _use(converted: Converted, auto: str) -> list[str]:
 
 
 def _training(converted: Converted, about: dict[str, Any]) -> dict[str, str]:
-    source, run = converted.source, converted.source.run
+    source = converted.source
+    run = converted.source.run
     config: dict[str, Any] = source.config or {}
-    environment, lines = {}, []
+    environment = {}
+    lines = []
     if run is not None:
         with contextlib.suppress(ConfigError, DataError):  # a checkpoint moved without its record
-            environment, lines = run.environment(), run.record()
+            environment = run.environment()
+            lines = run.record()
     step = source.step or 0
     seen = [line for line in lines if line["step"] <= step]
     scores = [line for line in seen if line.get("split") == "validation"]

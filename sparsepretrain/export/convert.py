@@ -61,7 +61,8 @@ class Converted:
 def convert(source: WeightSource) -> Converted:
     """Rebuild the model of a run's checkpoint in a class of another library."""
     task, model, sparsifier = evaluated_model(source)
-    method, proof = sparsifier.method, sparsifier.prove()
+    method = sparsifier.method
+    proof = sparsifier.prove()
     if proof.violations:
         raise CheckpointError(f"{source.path}: the weights are {proof}; nothing was exported")
     layers = sparsifier.layers
@@ -87,7 +88,8 @@ def run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 def _small_batch(task: Task) -> dict[str, Tensor]:
     """Return two random samples under other libraries' input names."""
-    options, generator = task.model_options, torch.Generator().manual_seed(0)
+    options = task.model_options
+    generator = torch.Generator().manual_seed(0)
     if task.kind == "images":
         shape = (2, 3, options.image_size, options.image_size)
         return {"x": torch.randn(shape, generator=generator)}
@@ -102,7 +104,8 @@ def write(converted: Converted, directory: Path) -> float:
 
     Return the largest difference of a logit from evaluation's.
     """
-    task, model = converted.task, converted.model
+    task = converted.task
+    model = converted.model
     if converted.is_timm:
         from timm.models import save_for_hf
 
@@ -123,7 +126,8 @@ def write(converted: Converted, directory: Path) -> float:
     for name in converted.layers:
         written, read = (m.get_submodule(name) for m in (model, loaded))
         axis = 0 if type(read).__name__ == "Conv1D" else 1
-        pattern, weight = converted.pattern, read.weight
+        pattern = converted.pattern
+        weight = read.weight
         proven = pattern is None or bool(nm_holds(weight, *pattern, axis))  # type: ignore[arg-type]
         if not proven or not torch.equal(written.weight, weight):  # type: ignore[arg-type]
             raise CheckpointError(f"the weight of {name} changed when it was written and loaded")
@@ -139,7 +143,8 @@ def load(converted: Converted, directory: Path) -> nn.Module:
     if converted.is_timm:
         import timm
 
-        options, path = converted.task.model_options, str(directory / WEIGHTS)
+        options = converted.task.model_options
+        path = str(directory / WEIGHTS)
         arguments = converted.task.recipe.arguments(options)
         return timm.create_model(options.architecture, checkpoint_path=path, **arguments).eval()
     with quiet(str(directory)):

@@ -92,7 +92,9 @@ def _place(source: WeightSource, out: Path | None) -> Path:
 
 def _about(converted: convert.Converted, difference: float) -> dict[str, Any]:
     """Return the content of ``sparsity.json``."""
-    source, proof, pattern = converted.source, converted.proof, converted.pattern
+    source = converted.source
+    proof = converted.proof
+    pattern = converted.pattern
     merged = "dense: adapters were added to the weights"
     return {
         "method": converted.method.options.name,

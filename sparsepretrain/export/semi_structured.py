@@ -17,7 +17,8 @@ from sparsepretrain.models.gpt2 import linear_from
 
 ABOUT = "sparsity.json"
 """File that describes the exported weights."""
-ROWS, COLUMNS = 64, 64
+ROWS = 64
+COLUMNS = 64
 """out_features and in_features must be multiples of these in fp16 and bf16: cuSPARSELt limits rows,
 CUTLASS columns."""
 CHECKED = 128
@@ -92,7 +93,8 @@ def compress(model: nn.Module, layers: list[str]) -> None:
     for name in layers:
         parent, _, child = name.rpartition(".")
         linear = _as_linear(model.get_submodule(name))
-        weight, bias = linear.weight.detach(), linear.bias
+        weight = linear.weight.detach()
+        bias = linear.bias
         packed = torch.sparse.to_sparse_semi_structured(weight)
         case = weight.shape, weight.dtype, bias is None
         if case not in checked and (why := wrong(packed, weight, bias)):

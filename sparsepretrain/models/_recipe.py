@@ -78,7 +78,8 @@ class Recipe(ABC):
                 f"models of family {options.family} have no class in transformers or timm"
             )
         config = copy.deepcopy(backbone.config)
-        config.use_cache, config._attn_implementation = True, "sdpa"
+        config.use_cache = True
+        config._attn_implementation = "sdpa"
         if last := getattr(model, "score", getattr(model, "classifier", None)):
             config.num_labels = last.out_features
         stock = getattr(transformers, class_name)(config).eval()

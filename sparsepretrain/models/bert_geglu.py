@@ -62,7 +62,8 @@ class Attention(nn.Module):
     def __init__(self, options: EncoderOptions) -> None:
         super().__init__()
         width = options.n_embd
-        self.heads, self.dropout = options.n_head, options.dropout
+        self.heads = options.n_head
+        self.dropout = options.dropout
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.proj = nn.Linear(width, width, bias=False)
 

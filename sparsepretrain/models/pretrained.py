@@ -82,7 +82,8 @@ class Pretrained(Headable):
 
         Weights that are missing or have another shape (a head for other classes) are random.
         """
-        kind, path = head or "causal_lm", str(options.path)
+        kind = head or "causal_lm"
+        path = str(options.path)
         with quiet(path):
             try:
                 model, info = _class(kind).from_pretrained(
@@ -178,7 +179,8 @@ def quiet(path: str = "") -> Iterator[None]:
     from huggingface_hub import constants
     from transformers.utils import logging
 
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
     offline = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = offline or os.path.isdir(path)
     logging.set_verbosity_error()

@@ -62,7 +62,8 @@ class TimmOptions:
             kinds = ", ".join(_ROLES)
             yield "architecture", f"must begin with {kinds}, got {self.architecture!r}"
             return
-        patches, resnet = self.kind in ("deit", "vit"), self.kind == "resnet"
+        patches = self.kind in ("deit", "vit")
+        resnet = self.kind == "resnet"
         if self.stem != "imagenet" and not resnet:
             why = ": it has patches" if patches else ""
             yield "stem", f"must be imagenet for {self.architecture}{why}"

@@ -197,7 +197,8 @@ class StepAdamW(Optimizer):
     ) -> tuple[Tensors, Tensors]:
         """Update v; return v_t - v_{t-1} and the second moments for the denominators."""
         beta2 = group["betas"][1]
-        grads, v = _gradients(params), self._local_state(params, "exp_avg_sq")
+        grads = _gradients(params)
+        v = self._local_state(params, "exp_avg_sq")
         delta = torch._foreach_mul(grads, grads)
         torch._foreach_sub_(delta, v)
         torch._foreach_mul_(delta, 1 - beta2)
@@ -231,7 +232,8 @@ class StepAdamW(Optimizer):
     def _divide(self, params: list[Tensor], group: dict[str, Any], denominators: Tensors) -> None:
         """Apply weight decay, update the first moments and step along them."""
         beta1 = group["betas"][0]
-        weights, m = [_local(p) for p in params], self._local_state(params, "exp_avg")
+        weights = [_local(p) for p in params]
+        m = self._local_state(params, "exp_avg")
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_lerp_(m, _gradients(params), 1 - beta1)
         rate = -group["lr"] / (1 - beta1**self.steps)

@@ -21,7 +21,9 @@ class Difference:
     """One term minus another, seed by seed."""
 
     def __init__(self, label: str, values: Sequence[float]) -> None:
-        self.label, self.values, self.n = label, [*map(float, values)], len(values)
+        self.label = label
+        self.values = [*map(float, values)]
+        self.n = len(values)
         self.mean = math.fsum(self.values) / self.n if self.n else math.nan
         """Mean over seeds; NaN without a seed."""
         squares = math.fsum((value - self.mean) ** 2 for value in self.values)

@@ -42,7 +42,9 @@ def of_runs(paired: Paired) -> dict[str, Figure]:
                 found[name].append((curves(run), curves(partner) if partner and minus else None))
         return found
 
-    labels, reference, unit = {name: name for name in shown}, paired.reference, runs[0].unit
+    labels = {name: name for name in shown}
+    reference = paired.reference
+    unit = runs[0].unit
     named = zip(paired.names, runs, strict=True)
     every = {name: run.flip_interval() for name, run in named if run.curve("flip_rate")}
     drawn = {}
@@ -143,7 +145,8 @@ def _minus(own: Curves, partner: Curves | None, key: str) -> Curve | None:
     """Subtract the partner's curve at common points after the start; None if one is missing."""
     if partner is None or key not in own or key not in partner:
         return own.get(key) if partner is None else None
-    curve, other = own[key], partner[key]
+    curve = own[key]
+    other = partner[key]
     at = dict(zip(*other, strict=True))
     both = [(x, y, at.get(x)) for x, y in zip(*curve, strict=True)]
     # before training, differences are those of initial weights, with intervals that hide the rest

@@ -35,7 +35,8 @@ SVG: Any = {  # matplotlib 3.11 types the keys one by one
     "font.family": "sans-serif",
 }
 
-POINTS, DPI = 4000, 80
+POINTS = 4000
+DPI = 80
 """Figures with more points have rasterized curves: a point takes about 18 bytes of SVG, and ten
 figures have to stay below 1 MB."""
 

@@ -78,7 +78,8 @@ def _one(run: RunData, out: Path, *, page: bool) -> list[Path]:
         figures[f"plots/{name}.png"] = figure
         lines += [f"![{name}](plots/{name}.png)", ""]
     lines += _descent({plots.title(run): [run]})
-    about, file = dict(run.environment), RunDirectory(run.path).config_file
+    about = dict(run.environment)
+    file = RunDirectory(run.path).config_file
     coverage = about.pop("coverage", None) or ["not recorded"]
     environment = json.dumps(about or "environment.json is missing", indent=2, ensure_ascii=False)
     config = file.read_text(encoding="utf-8") if file.is_file() else "# config.yaml is missing"

@@ -84,7 +84,8 @@ class RunData:
     @property
     def metric(self) -> str | None:
         """Main score of the task, or None if only losses were recorded."""
-        name, scores = self._of_task("metric", "loss"), self.scores()
+        name = self._of_task("metric", "loss")
+        scores = self.scores()
         return name if name in scores else next(iter(scores), None)
 
     def metrics(self) -> list[str]:

@@ -151,7 +151,8 @@ class Checkpoint:
             number = self.path.name.removeprefix("step_")  # other names are copies by the user
             if number.isdigit() and int(number) != manifest["step"]:
                 return f"{MANIFEST} is of step {manifest['step']}"
-            sums, needed = manifest["sha256"], {STATE, CONFIG}
+            sums = manifest["sha256"]
+            needed = {STATE, CONFIG}
             if not all(map(is_plain_name, sums)):
                 return f"{MANIFEST} names a file elsewhere"
             if not {*needed, *(p.name for p in self.path.glob("shard-*"))} <= sums.keys():

@@ -210,7 +210,8 @@ class RunDirectory:
 
     def retention(self, run: Run) -> checkpoint.Retention:
         """Return the retention rule of ``run`` with the validation losses so far."""
-        keep, losses = run.checkpoint, {}
+        keep = run.checkpoint
+        losses = {}
         if keep.keep_best:
             losses = {
                 line["step"]: line["loss"]

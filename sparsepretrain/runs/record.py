@@ -72,7 +72,8 @@ class Record:
             The written line, or None if nothing was written.
         """
         values = {key: _plain(key, value) for key, value in record.items()}
-        step, stream = values["step"], _stream(values)
+        step = values["step"]
+        stream = _stream(values)
         if step <= self._last.get(stream, -1):
             return None
         line = {"step": step, "time": round(time.monotonic() - self._start, 3), **values}

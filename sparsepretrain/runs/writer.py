@@ -29,7 +29,8 @@ class Writer:
     """
 
     def __init__(self, directory: Path, *, background: bool, ranks: Ranks = ALONE) -> None:
-        self.directory, self._ranks = directory, ranks
+        self.directory = directory
+        self._ranks = ranks
         self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
         self._pending: Future[Path] | None = None
         self._copies: dict[tuple[Any, ...], Tensor] = {}
@@ -87,7 +88,8 @@ class Writer:
                 return copy.deepcopy(value)
             # Weights and moments are updated in place, so the next save finds their addresses. A
             # new tensor at an old address is copied like the old one.
-            key, tensor = memory(value), value.detach()
+            key = memory(value)
+            tensor = value.detach()
             if key not in self._copies:  # tied weights stay tied
                 old = before.pop(key, None)
                 self._copies[key] = (

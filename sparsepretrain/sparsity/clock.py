@@ -30,7 +30,8 @@ class Clock:
 
     def set(self, step: int, device: torch.device) -> None:
         """Set the completed steps, and move the tensor to ``device``."""
-        self.step, self._reading = step, None
+        self.step = step
+        self._reading = None
         if self.tensor.device != device:
             # an inference tensor could not be written in training
             with torch.inference_mode(False):
@@ -40,7 +41,8 @@ class Clock:
     def set_micro(self, micro: int) -> None:
         """Set the micro-batch that the next forward sees."""
         if micro != self.micro:
-            self.micro, self._reading = micro, None
+            self.micro = micro
+            self._reading = None
             fill(self.tensor, [micro], 1)
 
     def read(self) -> ClockReading:
@@ -86,7 +88,8 @@ class MicroBatches:
 
     def set_index(self, index: int, capacity: int) -> None:
         """Set the micro-batch that the next forward sees."""
-        self.clock.capacity, self.counts_forwards = capacity, False
+        self.clock.capacity = capacity
+        self.counts_forwards = False
         self.clock.set_micro(index)
 
     def root_runs(self, module: nn.Module, args: tuple[object, ...]) -> None:
@@ -114,9 +117,11 @@ class MicroBatches:
     def _begin(self) -> None:
         if is_recomputing():
             return
-        rank, world = 0, 1
+        rank = 0
+        world = 1
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+            rank = torch.distributed.get_rank()
+            world = torch.distributed.get_world_size()
         self.clock.set_micro(rank if self._is_first else self.clock.micro + world)
         self._on_begin()
         self._is_first = self._next_layer_begins = False

@@ -64,7 +64,8 @@ class Coverage:
     def chosen(self) -> str:
         """Return the number of sparse matmuls among those with an N:M operand, or why it is 0."""
         found = Counter(why for layer in self.layers for why in layer.emulated.values())
-        count, sparse = found.total(), found.pop("", 0)
+        count = found.total()
+        sparse = found.pop("", 0)
         policy = f"sparse_matmuls={self.sparse_matmuls}"
         if sparse or not found:
             library = f", cuSPARSELt {version()}" if sparse else ""
@@ -74,7 +75,8 @@ class Coverage:
 
     def __str__(self) -> str:
         """Return a table; layers that differ in one index share a row."""
-        rows, cells = [["layer", "out × in", *MATMULS]], []
+        rows = [["layer", "out × in", *MATMULS]]
+        cells = []
         sizes = [(r.out_features, r.in_features, *r.kernel) for r in self.layers]
         for layer, size in zip(self.layers, sizes, strict=True):
             marked = [layer.emulated.get(k) == "" for k in MATMULS]
@@ -129,12 +131,14 @@ def _layers(count: int) -> str:
 
 def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
     """Build the report."""
-    method, row = state.method, state.method.sparse_row
+    method = state.method
+    row = state.method.sparse_row
     n, m = method.options.n, method.options.m  # final pattern: method.pattern may still approach it
     words: Any = {k: ", ".join(map(str, operands)) for k, operands in row.operands.items()}
     rows = []
     for name, layer in layers.items():
-        axis, shape = layer.sparsity.dim, layer.weight.shape
+        axis = layer.sparsity.dim
+        shape = layer.weight.shape
         sizes = shape[axis], shape[1 - axis], tuple(shape[2:])
         chosen = layer.operands.matmuls
         untried = "" if chosen.packs or chosen.is_final else "not tried yet"
@@ -242,7 +246,8 @@ class Proof:
             return f"dense weights {self.why_dense}".rstrip()
         if self.violations:
             return f"NOT {self.pattern}: {', '.join(self.violations)}"
-        share, part = self.zeros / self.entries, self.entries / self.multiplied
+        share = self.zeros / self.entries
+        part = self.entries / self.multiplied
         return (
             f"{self.pattern} in all {self.groups:,} groups, {share:.1%} exact zeros, in {part:.1%} "
             "of the weights outside embeddings"

@@ -116,7 +116,8 @@ class LayerState(nn.Module):
             counters: draws of this micro-batch.
             per: tokens that share a counter.
         """
-        seed, room = self.clock.seed, max(counters, -(-self.clock.capacity // per))
+        seed = self.clock.seed
+        room = max(counters, -(-self.clock.capacity // per))
         if isinstance(reading, Tensor):
             return ClockKey(reading, seed, self.index, matmul, room)
         step, micro = reading

@@ -264,5 +264,7 @@ def typical_row(name: str, method: type[Method]) -> Row:
 
 def title(method: Method) -> str:
     """Return name and pattern, such as ``sste 2:4``; only the name if no matmul is N:M."""
-    name, n, m = method.options.name, method.options.n, method.options.m
+    name = method.options.name
+    n = method.options.n
+    m = method.options.m
     return f"{name} {n}:{m}" if method.sparse_row.sparse else name

@@ -31,9 +31,11 @@ def measure(
         per_layer: also the numbers of each layer.
     """
     method = state.method
-    rows, own_rows = [], next(iter(layers.values())).operands.rows
+    rows = []
+    own_rows = next(iter(layers.values())).operands.rows
     for layer in layers.values():
-        own, dim = layer.operands, layer.sparsity.dim
+        own = layer.operands
+        dim = layer.sparsity.dim
         forward = own.project(layer.weight).forward if method.phase.training else None
         stored = own.rows.local(layer.weight).detach()
         used = stored if forward is None else forward

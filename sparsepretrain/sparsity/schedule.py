@@ -48,7 +48,8 @@ class Schedule:
     """
 
     def __init__(self, window: Window, total_steps: int | None, refresh: int = 1) -> None:
-        self.total_steps, self.refresh = total_steps, refresh
+        self.total_steps = total_steps
+        self.refresh = refresh
         self.step = 0
         """Completed optimizer steps."""
         self.start = self.steps_of(window.start, "window.start")
@@ -76,7 +77,8 @@ class Schedule:
         """Train dense from ``fraction`` of the run on, unless the window ends earlier; 1: never."""
         stop = math.inf if fraction == 1 else self.steps_of(fraction, key)
         if stop < self.stop:
-            self.stop, self._stop_key = stop, key
+            self.stop = stop
+            self._stop_key = key
         if self.start >= self.stop:
             span = f"from {self.start} to {self.stop} of {self.total_steps}"
             raise ConfigError([("window", f": no step is sparse ({span})")])

@@ -133,7 +133,8 @@ def check_shapes(layers: dict[str, Any], method: Method) -> None:
             problems.append(f"layer {name!r} has no shape yet: run one forward before sparsify")
             continue
         inputs = replacement_of(layer).in_dim
-        convolution, groups = isinstance(layer, nn.Conv2d), getattr(layer, "groups", 1)
+        convolution = isinstance(layer, nn.Conv2d)
+        groups = getattr(layer, "groups", 1)
         kind = ("channels" if convolution else "features") + " / groups" * (groups > 1)
         sizes = layer.weight.shape[inputs], layer.weight.shape[1 - inputs] // groups
         for axis, size, multiple in zip(("in", "out"), sizes, method.multiples[::-1], strict=True):

@@ -180,7 +180,8 @@ class Sparsifier:
             ConfigError: the layers have no matmul in ``dtype``.
         """
         self._require_sparse()
-        weight, state = next(iter(self.layers.values())).weight, self._state
+        weight = next(iter(self.layers.values())).weight
+        state = self._state
         if dtype not in (None, torch.float64, torch.float32, torch.float16, torch.bfloat16):
             raise ConfigError(
                 f"store_operands: dtype must be fp64, fp32, bf16 or fp16, got {dtype}"
@@ -325,7 +326,8 @@ class Sparsifier:
                 text = f"{key} is {state.get(key)}, this model has {own_state[key]}"
                 raise CheckpointError(f"sparsifier state: {text}")
         own = self._state
-        own.compared_at, own.flips = int(state["compared_at"]), None
+        own.compared_at = int(state["compared_at"])
+        own.flips = None
         own.method.scalars = {key: int(state[key]) for key in own.method.scalars}
         own.set_step(int(state["completed_steps"]))
         self.refresh()

@@ -158,7 +158,8 @@ def sparsify_with(
     state = ModelState(model, method, formats, policy, seed, device)
     first = sum(isinstance(module, SparseLayer) for module in model.modules())
     for index, (name, layer) in enumerate(layers.items(), first):
-        replacement, weight = replacement_of(layer), layer.weight.detach()
+        replacement = replacement_of(layer)
+        weight = layer.weight.detach()
         own = LayerState(state.clock, name, index, weight, replacement.in_dim)
         with torch.no_grad():
             own.add_tensors(method.initial_state(widen(weight), own))
@@ -221,7 +222,8 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
     folded: list[str] = []
     for state in states:
         state.sync()
-        phase, name = state.method.phase, state.method.options.name
+        phase = state.method.phase
+        name = state.method.options.name
         if not phase.evaluation and phase.reason:
             warnings.warn(
                 f"{name} evaluates dense weights {phase.reason}: densify leaves no zeros in them",
@@ -230,7 +232,8 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
             )
     gone = {layer.operands for layer in layers}
     for layer in layers:
-        own, weight = layer.operands, layer.weight
+        own = layer.operands
+        weight = layer.weight
         with torch.no_grad():
             forward = own.project(weight).forward
             residual = residual_weight(layer) if fold else None
@@ -256,7 +259,8 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
 
 def residual_weight(layer: SparseLayer) -> Tensor | None:
     """Return the method's residual (low-rank adapters) as a weight laid out like the layer's."""
-    state, weight = layer.sparsity, layer.weight
+    state = layer.sparsity
+    weight = layer.weight
     if weight.dim() != 2:
         return None
     identity = torch.eye(weight.shape[state.dim], dtype=weight.dtype, device=weight.device)

@@ -133,7 +133,8 @@ def cells(
             for at, words in wanted.items()
             if at[0] in settings
         }
-    size, seeds = table.scales[scale], asked.seeds
+    size = table.scales[scale]
+    seeds = asked.seeds
     if seeds is None or isinstance(seeds, int):
         seeds = range(table.first_seed, table.first_seed + (seeds or size.seeds))
     if size.tune is not None and (both := sorted({*seeds} & {*size.tune.seeds})):

@@ -50,7 +50,8 @@ class Ruling:
 def holm(rulings: Sequence[Ruling]) -> list[float]:
     """Return Holm-adjusted p of each ruling (Holm 1979); claims that cannot be tested have NaN."""
     tested = [r for r in rulings if r.verdict != "not testable at this scale"]
-    adjusted, highest = {}, 0.0
+    adjusted = {}
+    highest = 0.0
     for rank, ruling in enumerate(sorted(tested, key=lambda r: r.p)):
         highest = max(highest, min(1.0, (len(tested) - rank) * ruling.p))
         adjusted[id(ruling)] = highest
@@ -123,7 +124,8 @@ def _below(claim: Claim, groups: list[list[_Series]], better: str | None) -> Rul
             pairs = [(terms[0], other) for other in terms[1:]]
             pairs = pairs if better == "lower" else [(b, a) for a, b in pairs]
         differences += [a - b for a, b in pairs]
-    held, against = [d.below() for d in differences], [d.above() for d in differences]
+    held = [d.below() for d in differences]
+    against = [d.above() for d in differences]
     verdict, p, decisive = _all_hold(differences, held, against)
     why = _undecided(decisive) if verdict == "not decided" else "; ".join(map(str, decisive))
     return Ruling(verdict, why, differences, p)
@@ -164,7 +166,9 @@ def _not_worse(claim: Claim, groups: list[list[_Series]], better: str | None) ->
 def _count(claim: Claim, groups: list[list[_Series]], better: str | None) -> Ruling:
     """Judge count: in more than half of all runs the first is below the second (binomial test)."""
     differences = [first - second for first, second in groups]
-    texts, held, against = [], [], []
+    texts = []
+    held = []
+    against = []
     for d in differences:
         below = sum(value < 0 for value in d.values)
         test = binomtest(below, d.n) if d.n else None

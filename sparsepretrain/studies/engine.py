@@ -124,7 +124,8 @@ class StudyCell:
         lines = [line for line in tail if "split" not in line]
         if not lines:
             return
-        first, last = lines[0], lines[-1]
+        first = lines[0]
+        last = lines[-1]
         flips = [line["flip_rate"] for line in lines if line.get("flip_rate") is not None]
         self.line = last | {"flip_rate": flips[-1] if flips else None}
         if last["step"] > first["step"]:
@@ -163,8 +164,10 @@ class Study(contextlib.AbstractContextManager["Study"]):
     def __init__(
         self, title: str, console: Console, *, jobs: int = 1, devices: Sequence[str] = ()
     ) -> None:
-        self.title, self.jobs = title, jobs
-        self._devices, self._used = devices, dict[StudyCell, list[str]]()
+        self.title = title
+        self.jobs = jobs
+        self._devices = devices
+        self._used = dict[StudyCell, list[str]]()
         self.cells: list[StudyCell] = []
         self._console = console
         self._children: dict[StudyCell, ForkServerProcess] = {}
@@ -179,7 +182,9 @@ class Study(contextlib.AbstractContextManager["Study"]):
             Stopped: after SIGINT or SIGTERM, when every run has saved a checkpoint.
             KeyboardInterrupt: after a second SIGINT, when the children ended or were killed.
         """
-        self.cells, waiting, stopping = [*cells], list(cells), False
+        self.cells = [*cells]
+        waiting = list(cells)
+        stopping = False
         with StopSignals() as signals:
             try:
                 while self._children or (waiting and not stopping):
@@ -220,7 +225,8 @@ class Study(contextlib.AbstractContextManager["Study"]):
         return sorted(free, key=uses.__getitem__)[:count] if count <= len(free) else None
 
     def _start(self, cell: StudyCell, devices: list[str]) -> None:
-        left, log = cell.left, cell.directory.console_log
+        left = cell.left
+        log = cell.directory.console_log
         if left == cell.goal:
             cell.state = cell.goal
             cell.look()
@@ -276,7 +282,9 @@ class Study(contextlib.AbstractContextManager["Study"]):
         return [other for other in found if other.state == "waiting"]
 
     def _fail(self, cell: StudyCell, code: int, error: str, *, note: bool = True) -> None:
-        cell.state, cell.exit_code, cell.error = "failed", code, error
+        cell.state = "failed"
+        cell.exit_code = code
+        cell.error = error
         if note:
             cell.note()
         self._console.warn(f"{cell.label} failed ({_row(cell)[-1]}); the others go on")

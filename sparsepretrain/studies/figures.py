@@ -36,7 +36,8 @@ def of_table(results: TableResults, table: Table) -> dict[str, tuple[Figure, str
         }
         return {name: (figure, text) for name, (figure, text) in drawn.items() if figure}
     measured = {cell.column for cell in results.cells if cell.curves or cell.metrics}
-    baseline, columns = table.baseline, [c for c in table.columns or [""] if c in measured]
+    baseline = table.baseline
+    columns = [c for c in table.columns or [""] if c in measured]
     found: dict[str, tuple[Figure | None, str]] = {}
     if baseline and 0 < len(columns) <= PANELS:
         panels = {}
@@ -74,7 +75,8 @@ def of_table(results: TableResults, table: Table) -> dict[str, tuple[Figure, str
 def ranked_figure(results: TableResults, table: Table) -> Figure | None:
     """Draw the first metric of each row with its interval, ranked; 2:4 matmuls at the right."""
     key, metric = next(iter(table.metrics.items()))
-    values, cost = results.compared(key, table), results.costs(table.baseline)
+    values = results.compared(key, table)
+    cost = results.costs(table.baseline)
     rows = {r: difference(values, r, "", table.baseline) for r in table.rows if r in values}
     rows.pop(table.baseline or "", None)
     figure = dots_figure({_label(metric, table): rows}, table.rows)
@@ -92,7 +94,8 @@ def ranked_figure(results: TableResults, table: Table) -> Figure | None:
 def cost_figure(results: TableResults, table: Table) -> Figure | None:
     """Draw the first metric against FLOPs; None without shorter runs of the baseline."""
     key, metric = next(iter(table.metrics.items()))
-    values, cost = results.compared(key, table), results.costs(table.baseline)
+    values = results.compared(key, table)
+    cost = results.costs(table.baseline)
     size = {cell.row: cell.parameters for cell in results.cells}
     base = table.baseline or ""
     short = [row for row, (matmuls, _) in cost.items() if not matmuls and size[row] == size[base]]
@@ -167,7 +170,8 @@ def dots_figure(
         for y, label in enumerate(labels):
             if label not in rows:
                 continue
-            d, style = rows[label], line_style(names.index(label))
+            d = rows[label]
+            style = line_style(names.index(label))
             low, high = d.interval()
             if d.n > 1:
                 axes.plot(d.values, [y] * d.n, ".", color=style["color"], alpha=0.35, markersize=5)
@@ -185,7 +189,9 @@ def dots_figure(
 
 def axis_figure(results: TableResults, table: Table) -> Figure | None:
     """Draw every metric along the columns of a table, as it is compared."""
-    columns, rows, baseline = list(table.columns), list(table.rows), table.baseline
+    columns = list(table.columns)
+    rows = list(table.rows)
+    baseline = table.baseline
     panels = []
     for key, metric in table.metrics.items():
         values = results.compared(key, table)

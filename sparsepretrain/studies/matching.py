@@ -79,7 +79,8 @@ def _width(
         return sum(p.numel() for p in model.parameters())
 
     wanted = match.factor * (cost.parameters - cost.entries + cost.nonzero)
-    narrowest, per_neuron = parameters(1), parameters(2) - parameters(1)
+    narrowest = parameters(1)
+    per_neuron = parameters(2) - parameters(1)
     width = 1 + round((wanted - narrowest) / per_neuron)
     if width < 1 or abs(parameters(width) - wanted) > TOLERANCE * wanted:
         closest = parameters(max(width, 1))

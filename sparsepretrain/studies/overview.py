@@ -22,7 +22,8 @@ from sparsepretrain.training.world import World
 
 def show_plan(found: Sequence[Part], console: Console) -> None:
     """Print the cells of tables or a sweep with remaining work and costs."""
-    cells, title = to_run(found, console), " + ".join(part.name for part in found)
+    cells = to_run(found, console)
+    title = " + ".join(part.name for part in found)
     console.loading(title)
     left = [cell.left for cell in cells]
     rows = [
@@ -46,7 +47,8 @@ def _compute(steps: Mapping[StudyCell, int], run: Run) -> str:
     """Return FLOPs and time of the remaining steps in words, on the device of ``run``."""
     if not all(cell.end for cell in steps):
         return "unknown: counting epochs needs the data"
-    flops, costs = 0.0, dict[str, float]()
+    flops = 0.0
+    costs = dict[str, float]()
     try:
         for cell, number in steps.items():
             plain = cell.run.plain
@@ -69,7 +71,8 @@ def show_tables(config_dirs: Sequence[Path], console: Console) -> None:
         except ConfigError as error:
             console.warn("; ".join(error.messages))
             continue
-        nano, made_of = table.scales.get("nano"), table.parts or table.bench
+        nano = table.scales.get("nano")
+        made_of = table.parts or table.bench
         title = f"{table.title}: {'; '.join(made_of)}" if made_of else table.title
         minutes = "–" if nano is None or nano.minutes is None else f"{nano.minutes:g}"
         source = f"{table.paper}, arXiv:{table.arxiv}" if table.arxiv else table.paper or "–"

@@ -46,7 +46,9 @@ def what_ran(results: TableResults) -> list[tuple[str, str]]:
         own = {k.partition(".")[2]: v for k, v in config.items() if k.startswith("sparsity.")}
         if (own.get("window.start", 0), own.get("window.stop", 1)) == (0, 1):
             own = {key: value for key, value in own.items() if not key.startswith("window.")}
-        name, n, m = own.pop("name"), own.pop("n"), own.pop("m")
+        name = own.pop("name")
+        n = own.pop("n")
+        m = own.pop("m")
         pattern = "" if name == "dense" else f" {n}:{m}"
         words = [f"{name}{pattern}", *_pairs(own, zeros=True)]
         methods.setdefault(", ".join(words), []).append(at)

@@ -29,7 +29,9 @@ def parts(name: str, scale: Scale | None, asked: Selection, stop_after: int | No
     A table with ``tune`` has a part for its tuning runs, and one for the rows whose tuning runs are
     finished: call again when the first part has run.
     """
-    found, errors, how = [], [], (stop_after, asked.config_dirs)
+    found = []
+    errors = []
+    how = (stop_after, asked.config_dirs)
     for own in load_table(name, asked.config_dirs).parts or [name]:
         table = load_table(own, asked.config_dirs)
         if table.bench:
@@ -149,7 +151,8 @@ def _train_words(part: Part, cell: Cell) -> tuple[str, ...]:
 
 def to_run(found: Sequence[Part], console: Console) -> list[engine.StudyCell]:
     """Return the cells of a study, seed by seed, each followed by its stages."""
-    several, made = len({part.name for part in found}) > 1, []
+    several = len({part.name for part in found}) > 1
+    made = []
     for part in found:
         for cell in part.cells:
             label = f"{part.name}: {cell.label}" if several else cell.label

@@ -119,7 +119,8 @@ class TableResults:
 
     def compared(self, metric: str, table: Table) -> dict[str, dict[int, float]]:
         """Return the numbers that claims are about, see ``percent_of`` of a metric."""
-        values, reference = self.values(metric), table.metrics[metric].percent_of
+        values = self.values(metric)
+        reference = table.metrics[metric].percent_of
         if reference is None:
             return values
         found: dict[str, dict[int, float]] = {}
@@ -204,8 +205,10 @@ def collect(name: str, scale: Scale | None, asked: Selection) -> TableResults:
                 if cell.state == "finished" and data is not None:
                     run = validate(data.config)
                     cost_of = run_cost(run, data.records)
-                    cell.sparse_matmuls, cell.flops = cost_of.sparse_matmuls, cost_of.flops
-                    cell.entries, cell.nonzero = cost_of.entries, cost_of.nonzero
+                    cell.sparse_matmuls = cost_of.sparse_matmuls
+                    cell.flops = cost_of.flops
+                    cell.entries = cost_of.entries
+                    cell.nonzero = cost_of.nonzero
         result.seeds = sorted(begun)
         configs = {cell.config: run.config for cell, run in found if run is not None}
         result.configs = {key: freeze.experiment(configs[key]) for key in sorted(configs)}
@@ -279,7 +282,8 @@ def _collect(cell: Cell, table: Table, scale: Scale) -> tuple[CellResult, RunDat
     run = cell.run
     if not run.steps:  # epochs decide; counting steps needs the data
         run = resolve_steps(run)
-    directory, plain = RunDirectory.of(run), run.plain
+    directory = RunDirectory.of(run)
+    plain = run.plain
     # readers of the page do not have the author's directory
     home = word("runs_dir", f"runs/{Path(run.runs_dir).name}")
     words = [home if text.startswith("runs_dir=") else text for text in cell.words]
@@ -302,23 +306,27 @@ def _collect(cell: Cell, table: Table, scale: Scale) -> tuple[CellResult, RunDat
         _fill(result, data, evaluated=run.eval.batches != 0)
     except (ConfigError, DataError) as error:
         if directory.record_file.is_file() and directory.record_file.stat().st_size:
-            result.state, result.reason = "failed", one_line(error)
+            result.state = "failed"
+            result.reason = one_line(error)
     if result.state == "finished" and data is not None:
         for name, metric in table.metrics.items():
             _measure(result, name, metric, data, table.scales[scale])
     elif failure := directory.failures().get("train"):
-        result.state, result.reason = "failed", FAILURE.format(**failure)
+        result.state = "failed"
+        result.reason = FAILURE.format(**failure)
     return result, data
 
 
 def _fill(result: CellResult, data: RunData, *, evaluated: bool) -> None:
     last = data.records[-1]
-    result.step, result.tokens = data.end, float(last.get("tokens", 0))
+    result.step = data.end
+    result.tokens = float(last.get("tokens", 0))
     result.seconds = round(max(line.get("time") or 0.0 for line in data.records), 1)
     written = data.path / RunDirectory.record_file.name
     result.date = f"{datetime.fromtimestamp(written.stat().st_mtime, UTC):%Y-%m-%d}"
     about = data.environment
-    result.commit, result.versions = about.get("commit") or "", about.get("packages") or {}
+    result.commit = about.get("commit") or ""
+    result.versions = about.get("packages") or {}
     result.hashes = about.get("hashes") or {}
     result.parameters = about.get("parameters") or 0
     hardware = about.get("hardware") or {}
@@ -330,12 +338,14 @@ def _fill(result: CellResult, data: RunData, *, evaluated: bool) -> None:
     if done and (not evaluated or any("split" in line for line in done)):
         result.state = "finished"
     else:
-        result.state, result.reason = "partial", f"step {result.step} of {result.steps}"
+        result.state = "partial"
+        result.reason = f"step {result.step} of {result.steps}"
 
 
 def _measure(result: CellResult, name: str, metric: Metric, data: RunData, size: Size) -> None:
     """Store a metric of training, or its mean over stages."""
-    directory, values = RunDirectory(data.path), []
+    directory = RunDirectory(data.path)
+    values = []
     stages: list[Stage | None] = [None]
     if metric.stage is not None:
         stages = [stage for stage in size.stages if fnmatchcase(stage.name, metric.stage)]

@@ -52,7 +52,8 @@ class Evaluation(engine.StudyCell):
         """Read the line of the evaluation."""
         stage = self.stage
         line = self.directory.evaluation(stage.evaluate, stage.overrides, stage.average) or {}
-        done, loss = line.get("step") == self.end, line.get("metrics", {}).get("loss")
+        done = line.get("step") == self.end
+        loss = line.get("metrics", {}).get("loss")
         # the step is the last one: evaluations do not count in the remaining time
         self.line = {"step": self.end, "loss": loss if done else None, "done": done}
 
@@ -122,7 +123,8 @@ def following(part: Part, cell: Cell, label: str, console: Console) -> Iterator[
     """Yield the stages of a trained cell; a stage that cannot start has failed already."""
     directory = RunDirectory.of(cell.run)
     for stage in part.stages:
-        words, at = commands(part, cell, stage)[0][1:], (directory, stage.name)
+        words = commands(part, cell, stage)[0][1:]
+        at = (directory, stage.name)
         shared = (f"{label}, {stage.name}", cell.run, part.stop_after, words, at)
         if stage.finetune is None:
             kind = Evaluation if stage.lm_eval is None else Harness
@@ -133,6 +135,7 @@ def following(part: Part, cell: Cell, label: str, console: Console) -> Iterator[
             derived = finetuned(str(directory), stage_words(cell, stage), part.config_dirs, console)
             made.run = resolve_steps(derived)
         except SparsePretrainError as error:
-            made.state, made.exit_code = "failed", error.exit_code
+            made.state = "failed"
+            made.exit_code = error.exit_code
             made.error = f"{error.label}: {error}"
         yield made

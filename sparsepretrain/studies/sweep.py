@@ -42,7 +42,8 @@ def read_axes(overrides: Sequence[str]) -> Axes:
     from hydra.core.override_parser.types import Glob
     from hydra.errors import HydraException
 
-    axes, errors = Axes(), []
+    axes = Axes()
+    errors = []
     parser = OverridesParser.create()
     for word in map(str.strip, overrides):
         key, _, text = word.partition("=")

@@ -80,7 +80,8 @@ def judged(results: TableResults, table: Table) -> list[tuple[tables.Claim, Ruli
     for claim in table.claims:
         key = claim.metric or next(iter(table.metrics))
         if results.scale is not None:
-            values, gaps = results.compared(key, table), results.gaps(key)
+            values = results.compared(key, table)
+            gaps = results.gaps(key)
             found.append((claim, judge(claim, table, results.scale, values, gaps)))
     return found
 
@@ -201,9 +202,11 @@ def _with_holm(
 
 def _numbers(results: TableResults, table: Table, key: str) -> list[str]:
     """Return a row per cell: published, measured, minus the baseline."""
-    metric, scale = table.metrics[key], results.scale
+    metric = table.metrics[key]
+    scale = results.scale
     assert scale is not None
-    values, digits = results.values(key), metric.digits
+    values = results.values(key)
+    digits = metric.digits
     compared = results.compared(key, table)
     sources = [source for source in table.published if source.metric == key]
     gaps = results.gaps(key)
@@ -217,7 +220,8 @@ def _numbers(results: TableResults, table: Table, key: str) -> list[str]:
         header.append(f"% above {reference}" if metric.percent_of else f"minus {reference}")
     costs = results.costs(baseline) if key == next(iter(table.metrics)) else {}
     header += ["2:4 matmuls per layer", "FLOPs, %"] * bool(costs)
-    rows, empty = [], False
+    rows = []
+    empty = False
     for row, column, why in table_cells(table, scale):
         at = cell_name(row, column)
         own = claims.difference(values, row, column, None)
@@ -254,7 +258,8 @@ def _numbers(results: TableResults, table: Table, key: str) -> list[str]:
 
 def _tuned(results: TableResults, table: Table) -> list[str]:
     """Return a row per tuned row: chosen setting, means of all settings, values at an end."""
-    metric, rows = next(iter(table.metrics.values())), []
+    metric = next(iter(table.metrics.values()))
+    rows = []
     for row, own in means(results.tuning, table).items():
         values: dict[str, list[str]] = {}
         for word in " ".join(own).split():
@@ -300,7 +305,8 @@ def _published(
     found = printed(source, row, column)
     if found is None:
         return ""
-    value, text = found["value"], _value(found)
+    value = found["value"]
+    text = _value(found)
     if scale == "paper" and own.n and isinstance(value, int | float):
         text += f" (measured {own.mean - value:+.{metric.digits}f}"
         if source.margin is not None:
@@ -359,7 +365,8 @@ def _mean(d: Difference, digits: int, sign: str = "") -> str:
 
 def _pairing(results: TableResults) -> list[str]:
     """Check that runs of a seed share initial weights, data order and evaluation."""
-    lines, equal = [], []
+    lines = []
+    equal = []
     for name in SHARED:
         groups: dict[tuple[int, str], dict[str, list[str]]] = {}
         unknown = 0
@@ -400,7 +407,8 @@ def _runs(results: TableResults) -> list[str]:
     by_place: dict[str, list[CellResult]] = {}
     for cell in results.cells:
         by_place.setdefault(cell.name, []).append(cell)
-    rows, commands = [], []
+    rows = []
+    commands = []
     for at, cells in by_place.items():
         states = Counter(cell.state for cell in cells)
         ran = [cell for cell in cells if cell.state != "missing"]

@@ -335,7 +335,8 @@ def at_scale(table: Table, scale: Scale) -> Table:
     Published numbers, settings and limits of the paper's runs are shown at paper scale only. Other
     scales rename rows and columns; the configurations of their runs hold their settings.
     """
-    size, labels = table.scales[scale], table.scales[scale].labels
+    size = table.scales[scale]
+    labels = table.scales[scale].labels
     notes = [*table.notes, *size.notes]
     if scale == "paper":
         return replace(table, notes=notes)

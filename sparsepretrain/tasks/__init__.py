@@ -84,7 +84,8 @@ class Task(ABC):
     @staticmethod
     def misfits(options: Any, model: Any, data: Any) -> Problems:
         """Yield (dotted key, message) of incompatible options."""
-        tokens, rows = getattr(data, "vocab_size", None), getattr(model, "vocab_size", None)
+        tokens = getattr(data, "vocab_size", None)
+        rows = getattr(model, "vocab_size", None)
         if tokens is not None and rows is not None and tokens > rows:
             yield "model.vocab_size", f"must be ≥ data.vocab_size ({tokens}), got {rows}"
         for key in ("sequence_length", "max_length"):
@@ -178,7 +179,8 @@ def cross_entropy(
         compiled: compile the loss together with its backward.
         options: keyword arguments of torch.nn.functional.cross_entropy.
     """
-    rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    rows = logits.reshape(-1, logits.shape[-1])
+    flat = targets.reshape(-1)
     if compiled and torch.is_grad_enabled():
         return _compiled_total()(rows, flat, **options)
     total: Any = functools.partial(_total, **options)

@@ -50,7 +50,8 @@ class WindowTask(Task):
             )
             for split in splits
         }
-        self.fingerprint, self.tokenizer_file = tokens.fingerprint, tokens.tokenizer_file
+        self.fingerprint = tokens.fingerprint
+        self.tokenizer_file = tokens.tokenizer_file
         self.opened(tokens)
 
     def opened(self, tokens: TokenData) -> None:

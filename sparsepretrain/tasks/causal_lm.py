@@ -64,6 +64,7 @@ class CausalLM(WindowTask):
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         """Return (Σ negative log-likelihood in nats, number of target tokens)."""
         logits = self.recipe.logits(model, batch["tokens"])
-        targets, compiled = batch["targets"], self.compiles_loss
+        targets = batch["targets"]
+        compiled = self.compiles_loss
         loss = cross_entropy(logits, targets, compiled=compiled, ignore_index=-1)
         return loss, self.count(batch)

@@ -92,7 +92,8 @@ class ImageClassification(Task):
 
     def open_data(self, splits: Sequence[str], on_progress: Progress = None) -> None:
         data = load(self.data_options, on_progress=on_progress)
-        self.fingerprint, classes = data.fingerprint, self.model_options.classes
+        self.fingerprint = data.fingerprint
+        classes = self.model_options.classes
         self._images = {s: Images(self.data_options, data, s, classes) for s in splits}
         self._orders = {
             split: Shuffle(
@@ -161,7 +162,8 @@ class ImageClassification(Task):
 
     def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
         """Return cross-entropy without smoothing, and top-1 and top-5 accuracy in percent."""
-        logits, labels = widen(self.recipe.logits(model, batch["images"])), batch["labels"]
+        logits = widen(self.recipe.logits(model, batch["images"]))
+        labels = batch["labels"]
         count = self.count(batch)
         best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices
         hits = best == labels[:, None]

@@ -59,7 +59,8 @@ class MaskedLM(WindowTask):
 
     def opened(self, tokens: TokenData) -> None:
         """Find the mask token and the special tokens, which are never selected."""
-        codec, rows = open_codec(tokens.tokenizer_file), self.model_options.vocab_size
+        codec = open_codec(tokens.tokenizer_file)
+        rows = self.model_options.vocab_size
         mask = tokens.vocab_size if codec.mask is None else codec.mask
         if mask >= rows:
             raise ConfigError(
@@ -86,12 +87,15 @@ class MaskedLM(WindowTask):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         """Return (Σ negative log-likelihood of the selected tokens in nats, their number)."""
-        logits, compiled = self._logits(model, batch), self.compiles_loss
+        logits = self._logits(model, batch)
+        compiled = self.compiles_loss
         return cross_entropy(logits, batch["targets"], compiled=compiled), self.count(batch)
 
     def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
-        logits, targets = self._logits(model, batch), batch["targets"]
-        count, right = self.count(batch), (logits.argmax(-1) == targets).sum()
+        logits = self._logits(model, batch)
+        targets = batch["targets"]
+        count = self.count(batch)
+        right = (logits.argmax(-1) == targets).sum()
         return {"loss": (cross_entropy(logits, targets), count), "accuracy": (100 * right, count)}
 
     def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -112,7 +116,8 @@ class Masking:
 
     def __init__(self, options: Any, mask: int, special: Collection[int], vocab_size: int) -> None:
         """Take the task's options; ``special`` tokens are neither selected nor drawn."""
-        self._options, self._mask = options, mask
+        self._options = options
+        self._mask = mask
         self._special = np.array(sorted(special), dtype=np.int64)
         self._ordinary = np.setdiff1d(np.arange(vocab_size), self._special)
 
@@ -124,7 +129,8 @@ class Masking:
         Returns masked tokens, selected flattened positions (ascending), and original tokens there.
         """
         tokens = rows.copy()
-        length, ordinary = rows.shape[1], self._ordinary
+        length = rows.shape[1]
+        ordinary = self._ordinary
         key = np.array([seed, step * len(SPLITS) + SPLITS.index(split)], dtype=np.uint64)
         eligible = ~np.isin(rows, self._special)
         places = [np.zeros(0, dtype=np.int64)]

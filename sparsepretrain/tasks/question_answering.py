@@ -75,7 +75,8 @@ class QuestionAnswering(RecordTask):
     def encode(self, records: list[dict[str, Any]], codec: Codec) -> list[Sample]:
         questions = codec.encode([record["question"].strip() for record in records])
         contexts = codec.encode_spans([record["context"] for record in records])
-        template, stride = codec.template(), self.options.stride
+        template = codec.template()
+        stride = self.options.stride
         after = int(self.options.end == "next")
         # one position after the window lets a causal model mark the end of the answer
         tail = template.suffix or template.middle or (0,)
@@ -90,7 +91,8 @@ class QuestionAnswering(RecordTask):
             text, start = record["answers"][0]
             stop = start + len(text)
             for begin in range(0, max(1, len(ids) - stride), room - stride):
-                part, places = ids[begin : begin + room], spans[begin : begin + room]
+                part = ids[begin : begin + room]
+                places = spans[begin : begin + room]
                 inside = np.flatnonzero((places[:, 1] > start) & (places[:, 0] < stop))
                 target = 0, 0
                 if len(inside) and places[inside[0], 0] <= start and places[inside[-1], 1] >= stop:
@@ -114,7 +116,8 @@ class QuestionAnswering(RecordTask):
 
         ``score`` is -inf if there is none; ``first`` and ``last`` index the context's tokens.
         """
-        after, most = int(self.options.end == "next"), self.options.max_answer
+        after = int(self.options.end == "next")
+        most = self.options.max_answer
         place = batch["second"].cumsum(1)  # 1-based position in the context and after it
         outside = (place == 0) | (place > place[:, -1:] - batch["about"][0].behind)
         starts = scores[..., 0].masked_fill(outside, NEVER)
@@ -157,9 +160,11 @@ def normalize(answer: str) -> str:
 
 def f1(answer: str, truth: str) -> float:
     """Return the harmonic mean of word precision and recall, as SQuAD's evaluation does."""
-    left, right = normalize(answer).split(), normalize(truth).split()
+    left = normalize(answer).split()
+    right = normalize(truth).split()
     common = sum((Counter(left) & Counter(right)).values())
     if not common:
         return 0.0
-    precision, recall = common / len(left), common / len(right)
+    precision = common / len(left)
+    recall = common / len(right)
     return 2 * precision * recall / (precision + recall)

@@ -40,7 +40,8 @@ class Regression(Task):
     @staticmethod
     def misfits(options: Any, model: Any, data: Any) -> Problems:
         for key in ("inputs", "outputs"):
-            expected, found = getattr(data, key), getattr(model, key)
+            expected = getattr(data, key)
+            found = getattr(model, key)
             if found != expected:
                 yield f"model.{key}", f"must equal data.{key} ({expected}), got {found}"
 

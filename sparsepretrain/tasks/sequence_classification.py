@@ -97,7 +97,8 @@ class SequenceClassification(RecordTask):
         ``score``, the task's contribution to a GLUE average, is the mean of its metrics.
         """
         observations = list(observations)
-        result, names = averages(observations), self.options.parts
+        result = averages(observations)
+        names = self.options.parts
         parts: defaultdict[int, list[Any]] = defaultdict(list)
         for seen in observations:
             columns = (seen[key] for key in ("parts", "predicted", "labels"))

@@ -74,12 +74,15 @@ class Translation(Task):
         }
         held_out = [split for split in splits if split != "train" and self.options.bleu]
         self._references = {split: references(data, split) for split in held_out}
-        self._codec, self._end = open_codec(data.tokenizer_file), int(data.end_of_text or 0)
-        self.fingerprint, self.tokenizer_file = data.fingerprint, data.tokenizer_file
+        self._codec = open_codec(data.tokenizer_file)
+        self._end = int(data.end_of_text or 0)
+        self.fingerprint = data.fingerprint
+        self.tokenizer_file = data.tokenizer_file
 
     def _choose(self, split: str, every: Pairs, name: str) -> Pairs:
         """Return all held-out pairs, but only training pairs within ``max_length``."""
-        longest, options = every.lengths.max(axis=1), self.options
+        longest = every.lengths.max(axis=1)
+        options = self.options
         if split == "train":
             chosen = replace(every, bounds=every.bounds[longest <= options.max_length])
             if not len(chosen):
@@ -103,7 +106,8 @@ class Translation(Task):
         target length). ``count`` is the number of target tokens, ``references`` are the raw
         targets of held-out pairs.
         """
-        every, buckets = self._pairs[split], self._buckets[split]
+        every = self._pairs[split]
+        buckets = self._buckets[split]
         samples = [buckets.pairs(step * size + position) for position in positions]
         rows = np.concatenate(samples)
         sources = [every.source(row) for row in rows]
@@ -138,7 +142,8 @@ class Translation(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         """Return (Σ label-smoothed cross-entropy in nats, number of target tokens)."""
-        logits, smoothing = self._logits(model, batch), self.options.label_smoothing
+        logits = self._logits(model, batch)
+        smoothing = self.options.label_smoothing
         loss = cross_entropy(
             logits, batch["targets"], compiled=self.compiles_loss, label_smoothing=smoothing
         )
@@ -150,7 +155,8 @@ class Translation(Task):
 
     def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
         """Return sums of both losses; with ``final`` and ``bleu`` also hypotheses."""
-        logits, count = self._logits(model, batch).detach(), self.count(batch)
+        logits = self._logits(model, batch).detach()
+        count = self.count(batch)
         smoothings = {"loss": self.options.label_smoothing, "nll": 0.0}
         seen: Observation = {
             key: (cross_entropy(logits, batch["targets"], label_smoothing=smoothing), count)

@@ -39,9 +39,12 @@ class Stream:
         mirrors: list[Mirror] | None = None,
     ) -> None:
         self.record = Record(directory.record_file, resume_step=resume_step)
-        self._console, self._total = console, total
+        self._console = console
+        self._total = total
         if mirrors is None:
-            mirrors, path, config = [], directory.path, run.plain
+            mirrors = []
+            path = directory.path
+            config = run.plain
             if run.tracker.mode != "disabled":
                 name = f"{run.name}/{path.name}"
                 mirrors.append(WeightsAndBiases(path, run.tracker, config, name, resume_step))

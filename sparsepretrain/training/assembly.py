@@ -252,7 +252,8 @@ def load_initial(
                 f"init.path={path} is a Hugging Face checkpoint: it needs model=pretrained "
                 f"model.path={path}, not family {options.family}"
             )
-        head, outputs = getattr(task, "head", None), getattr(task, "outputs", 0)
+        head = getattr(task, "head", None)
+        outputs = getattr(task, "outputs", 0)
         state, new = task.recipe.initial_state(options, head, outputs)
         model.load_state_dict(state)
         console.info(f"initial weights: {path} ({model.__class__.__name__})")
@@ -284,7 +285,8 @@ def keeps_function(rules: FineTuning, options: MethodOptions, theirs: dict[str, 
         return False
     if options.window != Window() or theirs["window"] != {"start": 0.0, "stop": 1.0}:
         return False
-    before, missing = {**freeze.flat(theirs), **theirs}, object()
+    before = {**freeze.flat(theirs), **theirs}
+    missing = object()
     keys = ("name", "n", "m", "targets", *rules.same)
     return all(before.get(key, missing) == attrgetter(key)(options) for key in keys)
 
@@ -332,7 +334,8 @@ def _copy(model: nn.Module, state: State, path: str, console: Console) -> None:
         if own[name].shape == value.shape:
             fitting[name] = value
         elif name.partition(".")[0] not in HEADS:
-            expected, got = tuple(own[name].shape), tuple(value.shape)
+            expected = tuple(own[name].shape)
+            got = tuple(value.shape)
             raise CheckpointError(
                 f"{path} does not fit the model: {name}: expected shape {expected}, got {got}"
             )

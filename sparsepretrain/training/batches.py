@@ -78,8 +78,11 @@ class TrainingBatches:
     def __init__(
         self, task: Task, size: int, micro: int, device: torch.device, workers: int, share: range
     ) -> None:
-        self._task, self._size, self._micro = task, size, micro
-        self._device, self._workers = device, workers
+        self._task = task
+        self._size = size
+        self._micro = micro
+        self._device = device
+        self._workers = workers
         self.share = share
         """Indices of the micro-batches within the global batch."""
         self._next = -1
@@ -99,7 +102,8 @@ class TrainingBatches:
 
     def close(self) -> None:
         """Stop the workers; the next :meth:`step` starts new ones."""
-        self._next, self._stream = -1, iter(())
+        self._next = -1
+        self._stream = iter(())
 
     def _requests(self, step: int) -> list[Request]:
         begins = (index * self._micro for index in self.share)

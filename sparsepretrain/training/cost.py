@@ -86,12 +86,14 @@ def matmul_flops(
     """
     row = sparsifier.method.sparse_row
     policy = SparseMatmulPolicy("auto")
-    micro_batches, dtype = run.batch.size // run.batch.micro, compute_dtype(run.precision)
+    micro_batches = run.batch.size // run.batch.micro
+    dtype = compute_dtype(run.precision)
     found = MatmulFlops(step, Counter(), Counter(), Counter(), Counter(), [])
     for name, layer in sparsifier.layers.items():
         if layer.weight.dim() != 2:
             continue
-        dim, tokens = layer.sparsity.dim, tuple(inputs[name][:-1])
+        dim = layer.sparsity.dim
+        tokens = tuple(inputs[name][:-1])
         token_count = math.prod(tokens)
         flops = 2 * micro_batches * token_count * layer.weight.numel()
         found.layers.update(dict.fromkeys(row.operands, flops))
@@ -101,7 +103,8 @@ def matmul_flops(
             if reason := why or objection(operand, tokens, dtype, base):
                 found.reasons.append(reason)
                 continue
-            matmul, features = MATMUL_OF[operand], size.features()
+            matmul = MATMUL_OF[operand]
+            features = size.features()
             wide = padded_features(base, operand, *features)
             padded_count = rounded_up(token_count, TOKENS)
             padded = 2 * micro_batches * padded_count * math.prod(wide)

@@ -64,7 +64,8 @@ def evaluated(source: WeightSource, overrides: Sequence[str], config_dirs: Seque
             registry.require_imported(source.config.get("plugins"), source.path)
         plain = amend(source.config, parsed)
         plain["init"]["path"] = None  # of the weights that the checkpoint replaces
-        old, new = source.config["data"], plain["data"]
+        old = source.config["data"]
+        new = plain["data"]
         if new != old and "tokenizer" in new and "tokenizer" in old:
             if given := sorted(typed & {"data.tokenizer", "data.vocab_size"}):
                 text = "token ids mean what the run's tokenizer says; leave it out"
@@ -140,7 +141,9 @@ def _apply_checkpoint(source: WeightSource, parsed: Overrides) -> dict[str, Any]
 def with_recipe(overrides: Sequence[str], config_dirs: Sequence[Path]) -> list[str]:
     """``task=X`` as the choice of the recipe X; names of plain tasks stay."""
     groups = catalog(config_dirs)
-    recipes, words, chosen = groups["finetune"], [], False
+    recipes = groups["finetune"]
+    words = []
+    chosen = False
     for word in overrides:
         key, equals, option = word.strip().partition("=")
         if key == "task" and equals:
@@ -189,7 +192,8 @@ def _prepend(parsed: Overrides, settings: dict[str, Any]) -> None:
 def _reading_options(source: WeightSource, data: dict[str, Any]) -> dict[str, Any]:
     """``tokenizer`` and ``vocab_size`` with which ``data`` reads text as the checkpoint's model."""
     before = {"tokenizer": source.path} if source.config is None else source.config["data"]
-    name, size = before.get("tokenizer"), before.get("vocab_size")
+    name = before.get("tokenizer")
+    size = before.get("vocab_size")
     options: Any = registry.get("source", data["source"])
     # by its name, if it has one there, data that was prepared before is found again
     known = tokenizer(name) if isinstance(name, str) else None
@@ -211,7 +215,8 @@ def tokenizer_file(source: WeightSource) -> Path | None:
         return own.resolve() if own.is_file() else None
     if source.run is not None and source.run.tokenizer_file.is_file():
         return source.run.tokenizer_file.resolve()
-    task, data = source.config["task"], source.config["data"]
+    task = source.config["task"]
+    data = source.config["data"]
     known = tokenizer(task.get("tokenizer") or data.get("tokenizer") or BYTES)
     if known.origin == "trained":
         raise DataError(f"the tokenizer of {source.path} is gone: its run had a tokenizer.json")

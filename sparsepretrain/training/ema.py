@@ -41,7 +41,8 @@ class EMA:
         self.updates += 1
         # the share of the newest weights, (1 - d) / (1 - dᵗ), without cancellation for d near 1
         share = (1 - self.decay) / -math.expm1(self.updates * math.log(self.decay))
-        averages, parameters = list(self.averages.values()), list(self._parameters.values())
+        averages = list(self.averages.values())
+        parameters = list(self._parameters.values())
         get_ema_multi_avg_fn(1 - share)(tuple(averages), tuple(parameters), self.updates)
 
     @contextlib.contextmanager

@@ -25,7 +25,8 @@ class Loss(nn.Module):
 
     def __init__(self, task: Task, model: nn.Module) -> None:
         super().__init__()
-        self.task, self.model = task, model
+        self.task = task
+        self.model = model
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the sum of the loss over the items of ``batch``."""
@@ -40,7 +41,8 @@ class Gradients:
     """
 
     def __init__(self, loss: nn.Module, world: World) -> None:
-        self.loss, self.world = loss, world
+        self.loss = loss
+        self.world = world
 
     def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Enclose forward and backward of a micro-batch; ``last``: the last one of this rank."""
@@ -119,7 +121,8 @@ class Tree(Gradients):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parts.append(gradient.flatten())
             parameter.grad = None
-        height, total = 0, torch.cat(parts)
+        height = 0
+        total = torch.cat(parts)
         while self._sums and self._sums[-1][0] == height:
             total = self._sums.pop()[1] + total
             height += 1

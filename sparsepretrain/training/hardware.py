@@ -95,10 +95,12 @@ def unusable_gpu() -> str:
             if shutil.which("nvidia-smi")
             else ""
         )
-    number, text = ctypes.c_int(), ctypes.c_char_p()
+    number = ctypes.c_int()
+    text = ctypes.c_char_p()
     code = driver.cuInit(0)
     driver.cuDriverGetVersion(ctypes.byref(number))
-    major, minor = number.value // 1000, number.value % 1000 // 10
+    major = number.value // 1000
+    minor = number.value % 1000 // 10
     if major < int(torch.version.cuda.partition(".")[0]):
         # each driver runs all minor versions of its CUDA
         index = "https://download.pytorch.org/whl/cu126"

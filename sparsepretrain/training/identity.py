@@ -19,7 +19,8 @@ from sparsepretrain.tasks import Task
 from sparsepretrain.training.batches import Request, split_requests
 from sparsepretrain.training.session import Session
 
-STEPS, SAMPLES = 2, 8
+STEPS = 2
+SAMPLES = 8
 """Number of first steps, and of samples of each step and of an evaluation, that are hashed:
 the order is a function of the seed, so another one differs in these as well."""
 
@@ -48,8 +49,10 @@ def run_hashes(session: Session, source: Checkpoint | None) -> dict[str, Any]:
             kept = {} if begun is None else begun.environment()
             return {key: kept[key] for key in ("hashes",) if key in kept}
         return {}
-    run, task = session.run, session.task
-    size, evaluation = run.batch.size, None
+    run = session.run
+    task = session.task
+    size = run.batch.size
+    evaluation = None
     order = [Request("train", step, range(size), size) for step in range(min(STEPS, run.steps))]
     if run.eval.batches != 0:
         samples = task.samples("validation")

@@ -88,7 +88,8 @@ def train_step(session: Session) -> Step:
         DataError: the batch has no target tokens.
         DivergedError: the guard refuses the update, of this step or of the one before.
     """
-    run, was_sparse = session.run, session.sparsifier.sparse
+    run = session.run
+    was_sparse = session.sparsifier.sparse
     if not session.model.training:  # after an evaluation; visiting every module takes time
         session.model.train()
     lr = learning_rate(run.schedule, run.optim.lr, session.step, run.steps)
@@ -198,7 +199,8 @@ def _step_if_finite(optimizer: Any, step: Step, before: Step | None) -> None:
     """
     if before is not None:
         step.nonfinite |= before.nonfinite
-    optimizer.grad_scale, optimizer.found_inf = None, step.nonfinite.float()
+    optimizer.grad_scale = None
+    optimizer.found_inf = step.nonfinite.float()
     try:
         optimizer.step()
     finally:  # as GradScaler does: a later step of another caller must not see them
@@ -272,7 +274,8 @@ def training_loss(session: Session, step: int, batches: list[Batch]) -> float:
 
 def _logs(session: Session) -> bool:
     """Return True if the record has a line for the last step; events add more lines."""
-    every, layers = session.run.log.every, session.run.log.layers_every
+    every = session.run.log.every
+    layers = session.run.log.layers_every
     return (
         session.step % every == 0
         or bool(layers and session.step % layers == 0)

@@ -41,7 +41,9 @@ class Throughput(Observer[Session]):
         result = {"tokens_per_second": rate, "data_wait": self._waited / self._seconds}
         if self._peak_items is not None:
             result["mfu_dense"] = rate / self._peak_items
-        self._seconds, self._waited, self._items = 0.0, 0.0, 0
+        self._seconds = 0.0
+        self._waited = 0.0
+        self._items = 0
         return result
 
 

@@ -53,7 +53,9 @@ def dry_run(run: Run, console: Console) -> None:
     task = build_task(run)
     model = build_model(task, META)
     cost = step_cost(run, task, model)
-    flops, saved, items = cost.flops, cost.saved, cost.items
+    flops = cost.flops
+    saved = cost.saved
+    items = cost.items
     inputs = layer_inputs(run, task, model)
     sparsifier = sparsify_model(run, task, model, device)
     coverage = sparsifier.coverage()
@@ -64,7 +66,8 @@ def dry_run(run: Run, console: Console) -> None:
     each, other = bytes_per_entry(run, sparsifier.method)
     averages = 4 * parameters * (run.ema is not None)
     entries = coverage.sparse_parameters, parameters - coverage.sparse_parameters
-    sparse, others = entries[0] * sum(each), entries[1] * sum(other) + averages
+    sparse = entries[0] * sum(each)
+    others = entries[1] * sum(other) + averages
     dense = sum(entries) * sum(other) + averages + saved
     kept = (each.weight + each.moments + each.masks, other.weight + other.moments)
     stored = averages + sum(n * own for n, own in zip(entries, kept, strict=True))
@@ -147,7 +150,8 @@ def shard_memory(
     def entries(module: nn.Module) -> int:  # that are gathered for a forward
         return sum(p.numel() * (1 + (p in twice)) for p in module.parameters())
 
-    each, whole = [entries(block) for block in blocks(model)], entries(model)
+    each = [entries(block) for block in blocks(model)]
+    whole = entries(model)
     accumulates = run.batch.size > run.batch.micro * processes and not run.parallel.reduce_each
     parameters = sum(p.numel() for p in model.parameters())
     return ShardMemory(
@@ -273,7 +277,8 @@ def bytes_per_entry(run: Run, method: Method) -> tuple[BytesPerEntry, BytesPerEn
     keep in addition (1/8 byte each) are left out: less than 1 % of the sum. With Muon
     dense weights count as those of AdamW, also in blocks.
     """
-    width, fp8 = compute_dtype(run.precision).itemsize, isinstance(run.precision, SimulatedFP8)
+    width = compute_dtype(run.precision).itemsize
+    fp8 = isinstance(run.precision, SimulatedFP8)
     cast = width if width < 4 else 0
     in_block, elsewhere = moments(run, method)
     stored = (method.sparse_row.A != W or fp8) + method.sparse_row.has_two_weights()

@@ -53,9 +53,11 @@ def learning_rate(schedule: Schedule, peak: float, step: int, steps: int) -> flo
     if schedule.name == "inverse_sqrt":
         return peak * math.sqrt(max(warmup, 1) / max(step, 1)) if step else peak
     assert isinstance(schedule, Decay | StableDecay)
-    begin, shape = warmup, schedule.name
+    begin = warmup
+    shape = schedule.name
     if isinstance(schedule, StableDecay):
-        begin, shape = max(warmup, steps - int(schedule.decay * steps + 0.5)), schedule.shape
+        begin = max(warmup, steps - int(schedule.decay * steps + 0.5))
+        shape = schedule.shape
     if step < begin:
         return peak
     progress = (step - begin) / max(steps - begin, 1)

@@ -31,7 +31,8 @@ def shard(run: Run, model: nn.Module, sparsifier: Sparsifier, world: World) -> N
         sparsifier: of it, not attached.
         world: of more than one process.
     """
-    options, dtype = run.parallel, compute_dtype(run.precision)
+    options = run.parallel
+    dtype = compute_dtype(run.precision)
     shape = (options.replicas, world.size // options.replicas)
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("replicas", "shards"))
     given = dict(chain(model.named_parameters(), model.named_buffers()))

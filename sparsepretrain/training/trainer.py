@@ -58,7 +58,8 @@ def train(run: Run, console: Console | None = None, *, stop_after: int | None = 
     with join(run) as world:
         if not world.is_main:
             console = Console.silent()
-        directory, code = RunDirectory.of(run), 1
+        directory = RunDirectory.of(run)
+        code = 1
         if world.size > 1:
             world.first(lambda: directory.leave_status(None))
         try:
@@ -92,7 +93,8 @@ def _train(
         initial = weights.find(run.init.path, console.warn) if fresh and run.init.path else None
         # before the directory is claimed: a model that cannot be built leaves no directory
         session = build_session(run, console, initial=initial, world=world)
-        session.stop_after, session.signals = stop_after, signals
+        session.stop_after = stop_after
+        session.signals = signals
         # first in the list: the work of probes after a step is outside its time
         session.observers.insert(0, Throughput(plan.peak_items(session)))
         world.first(lambda: claim.enter_context(directory.claim()))
@@ -137,7 +139,8 @@ def _write_files(
 
 
 def _run(session: Session, directory: RunDirectory, console: Console, *, resumed: bool) -> int:
-    run, resume_step = session.run, session.step if resumed else None
+    run = session.run
+    resume_step = session.step if resumed else None
     console.unit = session.task.unit
     stream = probed = None  # the first process writes down what all compute
     if session.world.is_main:
@@ -161,7 +164,8 @@ def _run(session: Session, directory: RunDirectory, console: Console, *, resumed
     def save() -> None:
         if stream is not None:
             session.lines = stream.record.lines
-        state, config = session_state.state_dict(session), freeze.to_yaml(run.plain)
+        state = session_state.state_dict(session)
+        config = freeze.to_yaml(run.plain)
 
         def write() -> None:
             if session.world.is_main or session.is_sharded:
@@ -180,7 +184,8 @@ def _run(session: Session, directory: RunDirectory, console: Console, *, resumed
     ranks = session.world.for_thread() if session.is_sharded else ALONE
     writer = Writer(directory.checkpoints, background=run.checkpoint.background, ranks=ranks)
     session.save_failed = lambda: writer.failed
-    exit_code, summary = 1, None
+    exit_code = 1
+    summary = None
     try:
         code = run_steps(session, log, save, save_masks)
         session.world.together(writer.join)

@@ -88,7 +88,9 @@ def _gathering(session: Session, *, whole: bool) -> contextlib.AbstractContextMa
 
 def _shown(session: Session, split: str, requests: list[Request]) -> Iterator[Batch]:
     """Yield batches of an evaluation, and show progress if it takes longer than a second."""
-    samples, done, started = sum(len(r.positions) for r in requests), 0, time.monotonic()
+    samples = sum(len(r.positions) for r in requests)
+    done = 0
+    started = time.monotonic()
     batches = moved(session, stream(session.task, requests, session.device, session.run.workers))
     for request, batch in zip(requests, batches, strict=True):
         yield batch

@@ -90,7 +90,8 @@ class World(Ranks):
 
         if not isinstance(tensor, DTensor):
             return tensor if self.is_main else None
-        rows, place = sharding.ShardedRows("a tensor", tensor), tensor.device_mesh.get_coordinate()
+        rows = sharding.ShardedRows("a tensor", tensor)
+        place = tensor.device_mesh.get_coordinate()
         copies = zip(place or (), tensor.placements, strict=True)
         is_first = not any(index and kind.is_replicate() for index, kind in copies)
         local = sharding.plain(tensor).detach()
@@ -162,7 +163,8 @@ class World(Ranks):
 def join(run: Run) -> Iterator[World]:
     """Join the ranks that a launcher has started for ``run``; all leave together."""
     size = int(os.environ.get("WORLD_SIZE", 1))
-    single, wanted = World.single(run.parallel.device), getattr(run.parallel, "nproc", None)
+    single = World.single(run.parallel.device)
+    wanted = getattr(run.parallel, "nproc", None)
     if size == 1:
         if wanted not in (None, 1):
             raise ConfigError(
@@ -180,7 +182,8 @@ def join(run: Run) -> Iterator[World]:
         raise ConfigError(f"parallel.nproc={wanted}, but {here} processes were started here")
     if problems := [(key, f" {text}") for key, text in shares(run, size)]:
         raise ConfigError(problems)
-    rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", 0))
+    rank = int(os.environ["RANK"])
+    local = int(os.environ.get("LOCAL_RANK", 0))
     device = single.device
     if device.type == "cuda":
         device = torch.device("cuda", local)

@@ -52,9 +52,11 @@ class HubSource(Source):
 
     def state(self) -> list[Any]:
         """Describe local files; data on the hub is identified by the options alone."""
-        key, patterns = "data.data_files", [p for each in self.files.values() for p in each]
+        key = "data.data_files"
+        patterns = [p for each in self.files.values() for p in each]
         if self.local and not self.files:
-            key, patterns = "data.path", [os.path.join(self.options.path, "**")]
+            key = "data.path"
+            patterns = [os.path.join(self.options.path, "**")]
         return [file.stamp for pattern in patterns for file in match(key, pattern)]
 
     def shards(self) -> list[Shard]:
@@ -69,7 +71,8 @@ class HubSource(Source):
     def rows(self, split: str) -> Any:
         """Return a split of the dataset, checked and cached."""
         if split not in self._opened:
-            options, name = self.options, getattr(self.options, split)
+            options = self.options
+            name = getattr(self.options, split)
             instead = f"train offline with data={self.instead}"
             rows = load_rows(options, name, instead=instead, data_files=self.files)
             if not len(rows):
@@ -96,7 +99,8 @@ def load_rows(
     ``instead`` is the remedy without network; ``data_files`` are local files if ``path`` is a
     file format.
     """
-    name, path = options.name, os.path.expanduser(options.path)
+    name = options.name
+    path = os.path.expanduser(options.path)
     files = {key: list(map(os.path.expanduser, value)) for key, value in (data_files or {}).items()}
     with needs(name, "datasets", "hf"):
         from datasets import load_dataset

@@ -76,7 +76,8 @@ class Piece:
     def _lines(self, _: Any, wanted: Callable[[int], bool]) -> Iterator[tuple[str, Row]]:
         with _reading(self.path) as stream:
             stream.seek(self.begin)
-            index, number = 0, self.first
+            index = 0
+            number = self.first
             while index < self.rows:
                 line = stream.readline()
                 if not line:
@@ -133,7 +134,9 @@ def cut(path: str, kind: Format) -> list[Piece]:
         stream.seek(0)
         if start.startswith(b"["):
             return [Piece(path, len(_load_array(path)), 0, 0, "array")]
-        pieces, number, begin = [], 1, 0
+        pieces = []
+        number = 1
+        begin = 0
         # readlines takes whole lines; a compressed file has no place to continue from
         while lines := stream.readlines(SHARD_BYTES):
             rows = len(lines) - sum(map(_is_blank, lines))

@@ -109,7 +109,8 @@ def slots() -> dict[str, tuple[Any, ...]]:
     both = [Locale(to).languages for to in ("en", "de")]
     codes = (code for code in sorted(both[0]) if len(code) == 2)
     languages = [code for code in codes if all(names.get(code, "").isalpha() for names in both)]
-    amounts, scales = range(1, 1000), (0.5, 10, 1000)
+    amounts = range(1, 1000)
+    scales = (0.5, 10, 1000)
     spans = [f"duration-{name}" for name in ("hour", "day", "week", "year")]
     return {
         "number": (lambda to, n: num2words(n, lang=to), range(2, 100)),
@@ -189,10 +190,12 @@ class CldrEnDe(PairSource):
 
     def pairs(self) -> dict[str, Pairs]:
         """Generate all sentences: about a second for 5,000."""
-        draws, seen = Random(self.options.seed), set[str]()
+        draws = Random(self.options.seed)
+        seen = set[str]()
         kept: dict[str, Pairs] = {split: [] for split in (*SPLITS[1:], SPLITS[0])}
         for split, found in kept.items():
-            size, tries = getattr(self.options, f"{split}_pairs"), 0
+            size = getattr(self.options, f"{split}_pairs")
+            tries = 0
             while len(found) < size:
                 pair, tries = sentence(draws), tries + 1
                 if seen.isdisjoint(pair):

@@ -122,7 +122,8 @@ class HfText(HubSource):
             raise DataError(self._too_few(total))
         count = math.ceil(fraction * total)
         order = np.random.default_rng(self.options.seed).permutation(total if count else 0)
-        chosen, bounds = np.sort(order[:count]), np.cumsum([0, *(p.rows for p in pieces)])
+        chosen = np.sort(order[:count])
+        bounds = np.cumsum([0, *(p.rows for p in pieces)])
         places = np.searchsorted(chosen, bounds)
         return [
             frozenset((chosen[first:last] - begin).tolist())
@@ -137,7 +138,8 @@ class HfText(HubSource):
         fraction = self.options.validation
         divided = not isinstance(fraction, str) and fraction > 0 and split != TEST
         if divided and split not in self._opened:
-            seed, whole = self.options.seed, super().rows(TRAIN)
+            seed = self.options.seed
+            whole = super().rows(TRAIN)
             if len(whole) < 2:
                 raise DataError(self._too_few(len(whole)))
             parts = whole.train_test_split(test_size=fraction, seed=seed, shuffle=True)

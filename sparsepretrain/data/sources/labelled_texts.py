@@ -41,7 +41,8 @@ class LabelledTexts(RecordSource):
         return {"texts": texts, "label": self._label(row), "part": part}
 
     def _label(self, row: Row) -> int | float:
-        column, names = self.options.label, self.options.labels
+        column = self.options.label
+        names = self.options.labels
         value: Any = row[column]
         if value is None or (value == -1 and names):
             raise ValueError(f"column {column!r} holds no label ({value}): is it a test file?")

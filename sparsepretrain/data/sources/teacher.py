@@ -71,7 +71,8 @@ class Teacher(GeneratedSource):
         return inputs, targets
 
     def _draw(self, split: str, seed: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-        stream, shape = 1 + SPLITS.index(split), (BLOCK, self.options.inputs)
+        stream = 1 + SPLITS.index(split)
+        shape = (BLOCK, self.options.inputs)
         x = normals(seed, stream, block * BLOCK, shape).astype(np.float32)
         first, *inner, last = self._weights
         h = x @ first

@@ -53,7 +53,9 @@ class Attachment:
         """Remove the hooks; training without them is on purpose from now on."""
         for handle in self._handles:
             handle.remove()
-        self._optimizer, self._handles, self._detached = None, (), True
+        self._optimizer = None
+        self._handles = ()
+        self._detached = True
 
     def forget(self) -> None:
         """Accept the present weights: a state dict was loaded."""
@@ -117,7 +119,8 @@ def _fingerprint(weight: Tensor, optimizer: Optimizer | None) -> Tensor | int:
 def _frames_to_the_caller() -> int:
     """Return the ``stacklevel`` of the first caller outside torch and this package."""
     inside = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
-    depth, frame = 0, sys._getframe(1)
+    depth = 0
+    frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
         depth, frame = depth + 1, frame.f_back
     return depth + 1
@@ -132,7 +135,8 @@ def _are_equal(first: Tensor | int, second: Tensor | int) -> bool:
 def unwrapped(optimizer: Any) -> Optimizer:
     """Return the torch optimizer inside wrappers."""
     while not isinstance(optimizer, Optimizer) or hasattr(optimizer, "optimizer"):
-        kind, outer = type(optimizer).__name__, optimizer
+        kind = type(optimizer).__name__
+        outer = optimizer
         optimizer = getattr(outer, "optimizer", None)
         if optimizer is None or optimizer is outer:
             raise ConfigError(f"attach needs a torch optimizer, got {kind}")

@@ -58,8 +58,11 @@ class SparseMatmul(torch.autograd.Function):
             micro_batches: hear of the backward; None: nothing is numbered.
         """
         # Attributes keep the values of this forward when checkpointing recomputes saved tensors.
-        ctx.reading, ctx.micro_batches = reading, micro_batches
-        ctx.layer, ctx.geometry, ctx.matmuls = layer, geometry, matmuls
+        ctx.reading = reading
+        ctx.micro_batches = micro_batches
+        ctx.layer = layer
+        ctx.geometry = geometry
+        ctx.matmuls = matmuls
         ctx.shapes = x.shape, target.shape
         ctx.dtypes = x.dtype, target.dtype, None if bias is None else bias.dtype
         fprop, _, wgrad = matmuls
@@ -108,7 +111,8 @@ def _inputs(layer: LayerOperands | None, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return Xf(X) and Xw(X); the same tensor if they are equal."""
     if layer is None:
         return x, x
-    method, row = layer.method, layer.method.phase.row
+    method = layer.method
+    row = layer.method.phase.row
     for_fprop = method.fprop_input(x) if row.Xf != X else x
     for_wgrad = by_groups_of_tokens(x, method.wgrad_input) if row.Xw != X else x
     return for_fprop, for_wgrad
@@ -260,7 +264,8 @@ class SparseLayer(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         was_meta = self.sparsity.previous_mask.is_meta
         super()._apply(fn, recurse)
-        state, own = self.sparsity, self.operands
+        state = self.sparsity
+        own = self.operands
         own.rows.follow(state)
         if was_meta and not state.previous_mask.is_meta:  # to_empty
             state.previous_mask.zero_()
@@ -287,7 +292,9 @@ class SparseLayer(nn.Module):
             destination[f"{prefix}weight"] = unwrapped(destination[f"{prefix}weight"])
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        state, own, model = self.sparsity, self.operands, self.sparse_model
+        state = self.sparsity
+        own = self.operands
+        model = self.sparse_model
         values = {f"{prefix}weight": self.weight}
         names = (*state.method_tensors, PREVIOUS_MASK)
         values |= {f"{prefix}sparsity.{name}": getattr(state, name) for name in names}
@@ -301,7 +308,8 @@ class SparseLayer(nn.Module):
         # Before the first step the method's tensors follow from the weights. A layer without values
         # computes them, because torch may have added its own unwritten ones to a dense state dict.
         if all(brings_own) and not (unset and is_new):
-            own.initialized, own.reset_due = True, False
+            own.initialized = True
+            own.reset_due = False
         elif brings_weight and is_new and not self.weight.is_meta:
             # initial weights of a dense model
             if own.rows.is_prepared:

@@ -59,7 +59,8 @@ class ModelState:
         # a root may be made sparse twice, for other layers: each call has buffers of its own
         ends = itertools.chain([""], (f"_{k}" for k in itertools.count(2)))
         end = next(end for end in ends if not hasattr(root, f"sparsity_counters{end}"))
-        self.buffer, self.method_buffer = f"sparsity_counters{end}", f"sparsity_method{end}"
+        self.buffer = f"sparsity_counters{end}"
+        self.method_buffer = f"sparsity_method{end}"
         size = 2 + len(method.scalars) + 1  # step, compared_at, scalars, checksum
         root.register_buffer(self.buffer, torch.zeros(size, dtype=torch.int64, device=device))
         root.register_buffer(self.method_buffer, _encoded(title(method)).to(device))
@@ -188,7 +189,8 @@ class ModelState:
 
     def begin(self, step: int) -> None:
         """Enter the phase after ``step`` completed steps; call :meth:`write` afterwards."""
-        self.clock.step, self.clock.micro = step, 0
+        self.clock.step = step
+        self.clock.micro = 0
         self.micro_batches.restart()
         self._enter(step)
 
@@ -203,7 +205,8 @@ class ModelState:
 
     def reset(self) -> None:
         """Set counters and scalars to their values before the first step."""
-        self.compared_at, self.flips = 0, None
+        self.compared_at = 0
+        self.flips = None
         self.method.scalars = dict(type(self.method).scalars)
         self.set_step(0)
 

@@ -110,7 +110,8 @@ class LayerOperands:
 
     def _uses_training_set(self, training: bool) -> bool:
         """Return True for training, and for evaluation if it uses the same operands."""
-        phase, matmuls = self.method.phase, self.matmuls
+        phase = self.method.phase
+        matmuls = self.matmuls
         same = phase.training == phase.evaluation and not matmuls.packs
         return training or (same and matmuls.precision is None)
 
@@ -194,7 +195,9 @@ class LayerOperands:
 
     def clear(self) -> None:
         """Drop all operands: the weight or the phase has changed."""
-        self._kept, self._gathered_sparse, self._kept_mask = {}, None, None
+        self._kept = {}
+        self._gathered_sparse = None
+        self._kept_mask = None
 
     def free_mask(self) -> None:
         """Free the mask of kept operands, which nothing reads before the next projection."""
@@ -266,7 +269,8 @@ class LayerOperands:
             operands = None
             if not only_cast or (training and not self.method.phase.row.keeps_inputs()):
                 forward = self.rows.local(weight).detach() if forward is None else forward
-                a, b = self._transposed(forward), self._transposed(backward)
+                a = self._transposed(forward)
+                b = self._transposed(backward)
                 operands = matmuls.prepare(a, b, scale, dtype, old)
         if self.store == dtype and not torch.compiler.is_compiling():
             if training:
@@ -307,7 +311,8 @@ class LayerOperands:
         """
         training = self._uses_training_set(training)
         if self.store != dtype:  # `store_operands` named another one, or was not called
-            self.store, self._kept = dtype, {}
+            self.store = dtype
+            self._kept = {}
         self._gathered_sparse = self._projects(training)
         kept = self._kept.get(training) or self._make(weight, dtype, training)
         if kept is None:

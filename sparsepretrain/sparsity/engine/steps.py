@@ -28,7 +28,8 @@ class Steps:
     no step, and :meth:`after` need not read ``found_inf`` from the device."""
 
     def __init__(self, state: ModelState, layers: Mapping[str, SparseLayer]) -> None:
-        self.state, self.layers = state, layers
+        self.state = state
+        self.layers = layers
         # masks before the update, for methods that change weights after it
         self._held: dict[str, Tensor] = {}
         self._counts = True  # False in a step that only creates optimizer state
@@ -83,7 +84,8 @@ class Steps:
         scale = getattr(optimizer, "grad_scale", None)
         for name, layer in self.layers.items():
             own = layer.operands
-            weight, grad = own.rows.local(layer.weight), own.rows.gradient(layer.weight)
+            weight = own.rows.local(layer.weight)
+            grad = own.rows.gradient(layer.weight)
             if grad is None:
                 continue
             mask = own.mask(weight)
@@ -113,12 +115,14 @@ class Steps:
         # GradScaler skipped the update on the device: weights, masks and counters stay the same.
         if found_inf is not None and not self.only_finite and bool(found_inf):
             return
-        state, method = self.state, self.state.method
+        state = self.state
+        method = self.state.method
         if held:
             # looked up in each step: load_state_dict replaces the group dictionaries
             rates = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
             for name, mask in held.items():
-                weight, rows = self.layers[name].weight, self.layers[name].operands.rows
+                weight = self.layers[name].weight
+                rows = self.layers[name].operands.rows
                 rate = float(rates[id(rows.parameter(weight))])
                 method.adjust_weight_(rows.local(weight), mask, rate)
         # The order matters: the phase of the next step says which operands are made, FSDP has to

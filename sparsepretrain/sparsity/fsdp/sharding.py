@@ -120,7 +120,8 @@ class ShardedRows(Rows):
     is_sharded = True
 
     def __init__(self, name: str, parameter: DTensor) -> None:
-        mesh, placements = parameter.device_mesh, parameter.placements
+        mesh = parameter.device_mesh
+        placements = parameter.placements
         sharded = [i for i, kind in enumerate(placements) if not isinstance(kind, Replicate)]
         if [placements[i] for i in sharded] != [Shard(0)]:
             raise ConfigError(
@@ -243,7 +244,8 @@ class WholeState:
     """State of a layer for a method that needs all rows: sharded tensors are gathered when read."""
 
     def __init__(self, state: Any, rows: ShardedRows) -> None:
-        self._state, self._rows = state, rows
+        self._state = state
+        self._rows = rows
         self._gathered: dict[str, Tensor] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -271,7 +273,8 @@ def unwrapped(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return plain(tensor)
     spec = tensor.device_mesh, tensor.placements
-    shape, stride = tensor.shape, tensor.stride()
+    shape = tensor.shape
+    stride = tensor.stride()
     return DTensor.from_local(plain(tensor), *spec, run_check=False, shape=shape, stride=stride)
 
 

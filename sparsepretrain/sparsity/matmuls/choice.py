@@ -296,7 +296,10 @@ class LayerMatmuls:
         *,
         sharded: bool = False,
     ) -> None:
-        self.method, self.precision, self.policy, self.size = method, precision, policy, size
+        self.method = method
+        self.precision = precision
+        self.policy = policy
+        self.size = size
         self.base, self.simulated = unpacked_matmuls(precision, size)
         self.reasons: dict[str, str] = {}
         """N:M operand -> the reason for which it is not packed; "": it is."""
@@ -352,7 +355,9 @@ class LayerMatmuls:
         """
         if self.is_final or weight.is_meta:
             return False
-        policy, before, device = self.policy, self.packs, weight.device
+        policy = self.policy
+        before = self.packs
+        device = weight.device
         if self.precision is not None:
             self.precision.require_here(device)
         if policy is not None:
@@ -360,7 +365,8 @@ class LayerMatmuls:
         self.is_final = True
         if policy is None:
             return False
-        shape, dim = self.size.shape, self.size.dim
+        shape = self.size.shape
+        dim = self.size.dim
         tokens = torch.Size(inputs[:-1])
         for name in self._possible:
             case = Case(name, shape[1 - dim], shape[dim], tokens.numel(), dtype, dim, bias)
@@ -399,9 +405,13 @@ def random_matmul(
             values[::2, 1::2], values[1::2, ::2] = 0, 0
         return values.to(case.dtype)
 
-    name, out, inputs, dim = MATMUL_OF[case.operand], case.out_features, case.in_features, case.dim
+    name = MATMUL_OF[case.operand]
+    out = case.out_features
+    inputs = case.in_features
+    dim = case.dim
     is_weight = case.operand in ("A", "B")
-    x, grad = draw(case.tokens, inputs), draw(case.tokens, out, holes=not is_weight)
+    x = draw(case.tokens, inputs)
+    grad = draw(case.tokens, out, holes=not is_weight)
     weight = draw(out, inputs, holes=is_weight)
     weight = weight if dim == 1 else weight.t().contiguous().t()
     bias = draw(1, out)[0] if case.bias and name == "fprop" else None

@@ -63,11 +63,13 @@ class FP8(Matmul):
             # torch 2.11 compiles a cast that changes nothing here to gradients of zero
             return y if y.dtype == call.dtype else y.to(call.dtype)
         left, right = call.matrices(left, right)
-        a, b = left.data, right.data
+        a = left.data
+        b = right.data
         if not self.simulate:
             missing = -a.shape[1] % FP8_MULTIPLE
             a, b = (F.pad(q, (0, missing)) if missing else q.contiguous() for q in (a, b))
-        scales, backend = (scale_of(left), scale_of(right)), "reference" if self.simulate else None
+        scales = (scale_of(left), scale_of(right))
+        backend = "reference" if self.simulate else None
         y = matmul_fp8(a, b, *scales, bias, out_dtype=call.dtype, backend=backend)
         return y.view(call.shape)
 

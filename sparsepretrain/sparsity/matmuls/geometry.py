@@ -29,7 +29,8 @@ class Linear(NamedTuple):
 
     def wgrad(self, grad: Tensor, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Return Gᵀ·X with ``shape``, the shape of the stored weight."""
-        rows, tokens = rows_of(grad), rows_of(x)
+        rows = rows_of(grad)
+        tokens = rows_of(x)
         return rows.t() @ tokens if self.dim == 1 else tokens.t() @ rows
 
     def bgrad(self, grad: Tensor, dtype: torch.dtype) -> Tensor:

@@ -192,7 +192,8 @@ def padded(x: Tensor, rows: int, columns: int) -> Tensor:
 
     ``x`` itself if it is such a matrix.
     """
-    below, beside = -x.shape[0] % rows, -x.shape[1] % columns
+    below = -x.shape[0] % rows
+    beside = -x.shape[1] % columns
     return (F.pad(x, (0, beside, 0, below)) if below or beside else x).contiguous()
 
 

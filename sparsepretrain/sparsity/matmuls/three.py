@@ -81,7 +81,8 @@ class MatmulCall(NamedTuple):
             return left.view(rows_of(left.data)), right
         if self.name == "dgrad":
             return left.view(rows_of(left.data)), right.view(right.data.t())
-        grad, x = left.view(rows_of(left.data).t()), right.view(rows_of(right.data).t())
+        grad = left.view(rows_of(left.data).t())
+        x = right.view(rows_of(right.data).t())
         return (grad, x) if self.geometry == Linear(1) else (x, grad)
 
 
@@ -158,7 +159,8 @@ class Matmuls(NamedTuple):
         a = b = self.fprop.encode(forward, "A", dtype)
         if backward is not None or self.dgrad.format("B") != self.fprop.format("A"):
             b = self.dgrad.encode(forward if backward is None else backward, "B", dtype)
-        for_fprop, for_dgrad = self.fprop.arrange(a, "A"), self.dgrad.arrange(b, "B")
+        for_fprop = self.fprop.arrange(a, "A")
+        for_dgrad = self.dgrad.arrange(b, "B")
         # compiled graphs break if one tensor is passed twice
         shared = for_fprop.data is for_dgrad.data
         return Operands(

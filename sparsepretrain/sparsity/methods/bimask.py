@@ -63,7 +63,8 @@ class BiMask(MaskedDecay):
         if (self.schedule.step - self.schedule.start) % self.options.every or weight.is_meta:
             return  # shapes alone (dry runs) hold nothing to find, and take minutes
         rows = weight if state.dim == 1 else weight.t().contiguous()
-        count, size = self.options.candidates, rows.shape[0]
+        count = self.options.candidates
+        size = rows.shape[0]
         draws = kernels.uniform_noise(state.key(DGRAD), count, size, 1, weight.device)[0]
         current = state.permutation
         candidates = torch.cat([current[None], draws.argsort(dim=1, stable=True)])

@@ -48,7 +48,8 @@ class SDGF(STE):
 
     def phase_of(self, step: int) -> Phase:
         """Return the elements kept of every m as the stage."""
-        phase, start = super().phase_of(step), self.schedule.start
+        phase = super().phase_of(step)
+        start = self.schedule.start
         done = max(step - start, 0) * (len(self.stages) - 1) // max(self._until - start, 1)
         kept = self.options.n if step >= self._until else self.stages[done]
         row = Row(Operand("M∘W", (kept, self.options.m), "in")) if phase.training else phase.row

@@ -54,7 +54,9 @@ class SDGP(Method):
         return self.options.m, self.options.m
 
     def dgrad_gradient(self, grad: Tensor, key: AnyKey) -> Tensor:
-        variant, scope, epsilon = self.options.variant, self.options.scope, self.options.epsilon
+        variant = self.options.variant
+        scope = self.options.scope
+        epsilon = self.options.epsilon
         draws = key if variant == "random" else None
         return kernels.prune_gradient(
             grad, *self.pattern, variant=variant, scope=scope, epsilon=epsilon, key=draws

@@ -74,14 +74,16 @@ class SLoPe(StoredMask):
 
     def phase_of(self, step: int) -> Phase:
         """Return stage 1 where adapters take part."""
-        phase, rank = super().phase_of(step), self.options.adapters.rank
+        phase = super().phase_of(step)
+        rank = self.options.adapters.rank
         return phase._replace(stage=int(rank > 0 and phase.training and step >= self._first))
 
     def initial_state(self, weight: Tensor, state: LayerState) -> dict[str, Tensor]:
         tensors = super().initial_state(weight, state)
         if not self.options.adapters.rank:
             return tensors
-        rank, inputs = self.options.adapters.rank, weight.shape[state.dim]
+        rank = self.options.adapters.rank
+        inputs = weight.shape[state.dim]
         right = weight.new_zeros(rank, inputs)
         if not weight.is_meta:
             right = kernels.uniform_like(right, state.key(WGRAD), 1).to(right).mul_(2).sub_(1)

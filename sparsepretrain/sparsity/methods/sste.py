@@ -91,14 +91,16 @@ class SSTE(Method):
 
     def project(self, weight: Tensor, state: LayerState) -> Projection:
         """Return A = β·S(W), and B = A or its unbiased 2:4 estimate along out_features."""
-        beta, two = state.beta, self.options.mvue == "weight"
+        beta = state.beta
+        two = self.options.mvue == "weight"
         forward, mask = kernels.soft_prune(
             weight, *self.pattern, gamma=self.options.gamma, dim=state.dim, scale=beta,
             out=None if two else state.out,
         )  # fmt: skip
         backward = None
         if two:
-            estimator, key = self.options.estimator, state.key(DGRAD)
+            estimator = self.options.estimator
+            key = state.key(DGRAD)
             backward = kernels.mvue(forward, dim=1 - state.dim, estimator=estimator, key=key)
             backward.add_(0.0)  # no -0.0: what is packed has at most two of four non-zero bits
         wgrad_scale = state.beta if self.options.ste_scale == "beta" else None

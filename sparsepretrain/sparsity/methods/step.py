@@ -81,7 +81,8 @@ class STEP(MaskedDecay, STE):
         own = ("option", "frozen_bias_correction", "denominator")
         given: dict[str, Any] = {key: getattr(self.options, key) for key in own}
         given |= {key: getattr(options, key) for key in ("lr", "betas", "eps", "weight_decay")}
-        clipping, window = (self._bound(0), self._bound(1)), self.options.window_length
+        clipping = (self._bound(0), self._bound(1))
+        window = self.options.window_length
         return StepAdamW(groups, **given, clipping=clipping, window=window)
 
     def read_optimizer(self, optimizer: Any) -> None:

@@ -93,7 +93,10 @@ class Lifetime(Probe["Session"]):
 
     def _summary(self, session: Session) -> dict[str, float]:
         layers = session.sparsifier.layers
-        flips, bins, touched, ages = [], [], [], []
+        flips = []
+        bins = []
+        touched = []
+        ages = []
         for name, history in self._layers.items():
             flips.append(history["flips"].flatten())
             bins.append(history["bins"].flatten())
@@ -119,7 +122,8 @@ class Lifetime(Probe["Session"]):
 
     def _bins(self, session: Session, layer: SparseLayer) -> Tensor:
         """Return the class of each group by its L1 gap, uint8."""
-        n, m = session.sparsifier.method.options.n, session.sparsifier.method.options.m
+        n = session.sparsifier.method.options.n
+        m = session.sparsifier.method.options.m
         low, high = kernels.boundary_magnitudes(layer.weight.detach(), n, m, dim=layer.sparsity.dim)
         gap = (high - low).movedim(layer.sparsity.dim, -1)
         ranks: Tensor = gap.flatten().argsort(stable=True).argsort()
