@@ -115,7 +115,7 @@ def suggestion(word: str, known: Iterable[str], prefix: str = "") -> str:
 
 def choices(known: Sequence[str]) -> str:
     """Join ``known`` names; shorten long lists."""
-    return ", ".join([*known[:MOST_LISTED], *["…"] * (len(known) > MOST_LISTED)])
+    return ", ".join(known if len(known) <= MOST_LISTED else [*known[:MOST_LISTED], "…"])
 
 
 def load_plugin(plugin: str) -> None:

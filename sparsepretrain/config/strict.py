@@ -83,7 +83,9 @@ def _outside(value: Any, limit: str, *, nullable: bool = False) -> str:
     if all(v is None or _within(v, limit) for v in (value if several else [value])):
         return ""
     verb = "be" if limit[0] in ">≥" else "lie in"
-    null = f" or {'be ' * (verb != 'be')}null" * nullable
+    null = ""
+    if nullable:
+        null = " or null" if verb == "be" else " or be null"
     return f"must {verb} {limit}{null}, got {list(value) if several else value}"
 
 

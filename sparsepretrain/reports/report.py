@@ -168,7 +168,10 @@ def _summary(run: RunData) -> dict[str, str]:
     """Return the numbers of a run as text; train loss and flip rate are running means."""
     steps, flips = run.series("flip_rate")
     total = run.config.get("steps")
-    first = {"method": run.method or "–", "steps": f"{run.end}" + f" of {total}" * bool(total)}
+    first = {
+        "method": run.method or "–",
+        "steps": f"{run.end} of {total}" if total else f"{run.end}",
+    }
     flip_numbers = []
     if np.any(np.isfinite(flips)):
         peak = int(np.nanargmax(flips))

@@ -72,7 +72,9 @@ def write(file: Path, tensors: Mapping[str, Tensor], firsts: Mapping[str, int]) 
     if firsts:
         starts = {
             name: {
-                "saved_offsets": [firsts.get(name, 0), *[0] * (tensor.dim() - 1)][: tensor.dim()]
+                "saved_offsets": [
+                    firsts.get(name, 0) if axis == 0 else 0 for axis in range(tensor.dim())
+                ]
             }
             for name, tensor in tensors.items()
         }

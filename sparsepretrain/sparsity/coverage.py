@@ -94,8 +94,9 @@ class Coverage:
         if others := self.other_weights:
             entries = sum(map(math.prod, others.values()))
             shown = [f"{k} {shape}" for k, shape in [*others.items()][:SHOWN]]
-            more = [f"{len(others) - SHOWN} more"] * (len(others) > SHOWN)
-            listed = ", ".join([*shown, *more])
+            if len(others) > SHOWN:
+                shown.append(f"{len(others) - SHOWN} more")
+            listed = ", ".join(shown)
             lines.append(f"other weights of two or more dimensions: {entries:,} entries: {listed}")
         if self.embeddings:
             entries = sum(map(math.prod, self.embeddings.values()))
@@ -126,7 +127,7 @@ def padding_lines(found: Counter[tuple[str, str]]) -> list[str]:
 
 
 def _layers(count: int) -> str:
-    return f"{count} layer{'s' * (count > 1)}"
+    return "1 layer" if count == 1 else f"{count} layers"
 
 
 def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:

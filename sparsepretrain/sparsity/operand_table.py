@@ -38,9 +38,9 @@ class Row(NamedTuple):
         """Matmul -> operands: the weight (in wgrad U), and X or G where the method changes them."""
         backward = Operand(self.A.text, *self.B[1:]) if self.B.text == "A" else self.B
         return {
-            "fprop": (self.A, *[self.Xf] * (self.Xf != X)),
-            "dgrad": (backward, *[self.P] * (self.P != G)),
-            "wgrad": (self.U, *[self.Xw] * (self.Xw != X)),
+            "fprop": (self.A,) if self.Xf == X else (self.A, self.Xf),
+            "dgrad": (backward,) if self.P == G else (backward, self.P),
+            "wgrad": (self.U,) if self.Xw == X else (self.U, self.Xw),
         }
 
     # torch 2.9 compiles no properties of named tuples

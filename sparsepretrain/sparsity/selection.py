@@ -107,8 +107,10 @@ def _described(name: str, module: nn.Module, weights: dict[str, Any]) -> str:
 def _listed(texts: Iterable[str]) -> str:
     """Return the first three texts and the number of others."""
     every = [*texts]
-    more = [f"and {len(every) - 3} more"] * (len(every) > 3)
-    return "; ".join([*every[:3], *more])
+    shown = every[:3]
+    if len(every) > 3:
+        shown.append(f"and {len(every) - 3} more")
+    return "; ".join(shown)
 
 
 def _parameters_like(model: nn.Module, pattern: str) -> list[str]:
@@ -135,14 +137,17 @@ def check_shapes(layers: dict[str, Any], method: Method) -> None:
         inputs = replacement_of(layer).in_dim
         convolution = isinstance(layer, nn.Conv2d)
         groups = getattr(layer, "groups", 1)
-        kind = ("channels" if convolution else "features") + " / groups" * (groups > 1)
+        kind = "channels" if convolution else "features"
+        layer_kind = "convolution" if convolution else "linear"
+        if groups > 1:
+            kind = "channels / groups"
+            layer_kind = "grouped convolution"
         sizes = layer.weight.shape[inputs], layer.weight.shape[1 - inputs] // groups
         for axis, size, multiple in zip(("in", "out"), sizes, method.multiples[::-1], strict=True):
             if size % multiple:
                 problem = f"{axis}_{kind} = {size} is not a multiple of {multiple}"
                 odd["m" if multiple == m else "", f"{problem}; change the width"].append(name)
         own = method.options.name
-        layer_kind = "grouped " * (groups > 1) + "convolution" if convolution else "linear"
         if layer_kind not in method.layer_kinds:
             known = ", ".join(method.layer_kinds)
             odd["", f"{own} supports {known}, not {layer_kind}"].append(name)

@@ -185,9 +185,10 @@ def cell_overrides(
     rows = _compared(name, table, kinds[-1]) if kinds else [*table.rows]
     overrides = [word for word in asked.overrides if not word.startswith("match=")]
     known = [(r, column) for r, column, why in table_cells(table, scale) if not why and r in rows]
+    experiment = [] if table.experiment is None else [f"experiment={table.experiment}"]
     wanted = {
         (r, c): [
-            *[f"experiment={table.experiment}"] * (table.experiment is not None),
+            *experiment,
             *[*size.overrides, *table.columns.get(c, ()), *size.columns.get(c, ())],
             *[*table.rows[r], *size.rows.get(r, ()), *overrides, *(matched or {}).get(r, ())],
         ]

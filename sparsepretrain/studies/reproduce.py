@@ -191,7 +191,8 @@ def run_parts(found: Sequence[Part], console: Console, *, jobs: int | None = Non
     if found[0].is_tuning:  # then all parts are; a diverged run is a result, the worst
         failed = [cell for cell in failed if cell.exit_code != DivergedError.exit_code]
     if failed:
-        shown = "; ".join(cell.label for cell in failed[:5]) + "; …" * (len(failed) > 5)
+        labels = [cell.label for cell in failed]
+        shown = "; ".join(labels if len(labels) <= 5 else [*labels[:5], "…"])
         raise SparsePretrainError(
             f"{len(failed)} of {len(study.cells)} cells failed ({shown}): the same command tries "
             "them again"

@@ -155,7 +155,7 @@ class TableResults:
             return {"all": whys.pop()}
         return {
             at: ", ".join(
-                f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))} {why}"
+                f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))} {why}"
                 for why, seeds in reasons.items()
             )
             for at, reasons in found.items()

@@ -132,7 +132,7 @@ def _head(results: TableResults, table: Table) -> list[str]:
     paper = " ".join(filter(None, (table.paper, table.number)))
     if table.arxiv:
         paper += f" ([arXiv:{table.arxiv}](https://arxiv.org/abs/{table.arxiv}))"
-    stands_in = "Stand-in for " * (results.scale == "nano")
+    stands_in = "Stand-in for " if results.scale == "nano" else ""
     lines = [f"{stands_in}{paper}.", ""] if paper else []
     if stands_in and paper:
         lines += [
@@ -214,12 +214,15 @@ def _numbers(results: TableResults, table: Table, key: str) -> list[str]:
         return [f"Not measured: {gaps['all']}."]
     baseline = table.baseline
     header = [table.row_label, *([table.column_label or "column"] if table.columns else [])]
-    header += ["published"] * bool(sources) + ["measured", "n"]
+    if sources:
+        header.append("published")
+    header += ["measured", "n"]
     reference = metric.percent_of or baseline
     if reference:
         header.append(f"% above {reference}" if metric.percent_of else f"minus {reference}")
     costs = results.costs(baseline) if key == next(iter(table.metrics)) else {}
-    header += ["2:4 matmuls per layer", "FLOPs, %"] * bool(costs)
+    if costs:
+        header += ["2:4 matmuls per layer", "FLOPs, %"]
     rows = []
     empty = False
     for row, column, why in table_cells(table, scale):
@@ -395,11 +398,14 @@ def _pairing(results: TableResults) -> list[str]:
 
 def _settings(table: Table, *, values: bool) -> list[str]:
     """Return the reason for each setting; runs at another scale may have other values."""
-    return [
-        f"- `{key}`{f' {s.value}' * values}: {s.where}{'; ' * bool(s.where)}"
-        f"{s.source.replace('_', ' ')}."
-        for key, s in table.settings.items()
-    ]
+    lines = []
+    for key, setting in table.settings.items():
+        name = f"`{key}` {setting.value}" if values else f"`{key}`"
+        reason = setting.source.replace("_", " ")
+        if setting.where:
+            reason = f"{setting.where}; {reason}"
+        lines.append(f"- {name}: {reason}.")
+    return lines
 
 
 def _runs(results: TableResults) -> list[str]:

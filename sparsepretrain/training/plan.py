@@ -64,7 +64,7 @@ def dry_run(run: Run, console: Console) -> None:
     matmuls = matmul_flops(run, sparsifier, inputs, flops)
     parameters = sum(p.numel() for p in model.parameters())
     each, other = bytes_per_entry(run, sparsifier.method)
-    averages = 4 * parameters * (run.ema is not None)
+    averages = 0 if run.ema is None else 4 * parameters
     entries = coverage.sparse_parameters, parameters - coverage.sparse_parameters
     sparse = entries[0] * sum(each)
     others = entries[1] * sum(other) + averages
@@ -91,16 +91,16 @@ def dry_run(run: Run, console: Console) -> None:
         (
             "memory estimate",
             f"{size(others + sparse)}: {size(sparse)} sparse weights, {size(others)} others, "
-            f"with gradients, moments{' and averages' * bool(averages)}"
+            f"with gradients, moments{' and averages' if averages else ''}"
             f"\n{size(saved)} activations per micro-batch ({run.batch.micro})"
             f"\n{(others + sparse + saved) / dense:.3f} of what a dense run needs",
         ),
-        ("checkpoint", f"{size(stored)}: weights, moments{' and averages' * bool(averages)}"),
+        ("checkpoint", f"{size(stored)}: weights, moments{' and averages' if averages else ''}"),
         *shard_rows(run, shards),
         (
             "steps",
             f"{run.steps:,} of {run.batch.size} samples in {micro_batches} "
-            f"micro-batch{'es' * (micro_batches != 1)}; {count(items * run.steps)} "
+            f"micro-batch{'' if micro_batches == 1 else 'es'}; {count(items * run.steps)} "
             f"{task.unit} in all",
         ),
         ("precision, device", f"{describe(run.precision)}, {device}"),
@@ -148,7 +148,7 @@ def shard_memory(
         twice = {layer.weight for layer in sparsifier.layers.values()}
 
     def entries(module: nn.Module) -> int:  # that are gathered for a forward
-        return sum(p.numel() * (1 + (p in twice)) for p in module.parameters())
+        return sum(p.numel() * (2 if p in twice else 1) for p in module.parameters())
 
     each = [entries(block) for block in blocks(model)]
     whole = entries(model)

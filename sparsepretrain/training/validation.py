@@ -45,7 +45,8 @@ def evaluate(
     own = requests[session.world.rank :: session.world.size]
     generates = session.task.generates(final=final)
     if session.is_sharded and not generates:  # ranks gather together, so all run as many forwards
-        own += requests[:1] * (len(requests[:: session.world.size]) - len(own))
+        most = len(requests[:: session.world.size])
+        own += [requests[0]] * (most - len(own))
 
     def measure() -> dict[str, float] | None:
         if session.stopping is not None:
