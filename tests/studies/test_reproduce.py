@@ -161,7 +161,7 @@ def test_each_child_gets_the_least_used_gpu(tiny, in_process, monkeypatch):
 
 
 RANKS = ("parallel=ddp", "batch.micro=1", "parallel.device=auto")
-VISIBLE = "sparsepretrain.training.hardware.visible_devices"
+VISIBLE = "sparsepretrain.studies.reproduce.visible_devices"
 
 
 def test_each_rank_of_running_cells_has_a_gpu_of_its_own(tiny, in_process, monkeypatch):

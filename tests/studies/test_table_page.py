@@ -13,9 +13,9 @@ import yaml
 from sparsepretrain import cli
 from sparsepretrain.config import freeze
 from sparsepretrain.config.strict import build
+from sparsepretrain.reports import figures as run_figures
 from sparsepretrain.reports.runs import RunData
 from sparsepretrain.runs.directory import RunDirectory
-from sparsepretrain.studies import figures
 from sparsepretrain.studies.cells import Selection, cells
 from sparsepretrain.studies.ran import GROUPS, SINGLE, what_ran
 from sparsepretrain.studies.results import (
@@ -184,10 +184,10 @@ def test_unfinished_runs_are_one_line(results, table):
 
 def test_seeds_with_different_token_counts_are_joined_by_index():
     curves = [([0, 9, 21], [4.0, 2.0, 1.0]), ([0, 11, 19, 30], [4.0, 4.0, 3.0, 0.0])]
-    x, mean, *_ = figures.band(curves)
+    x, mean, *_ = run_figures.band(curves)
     assert x.tolist() == [0, 10, 20] and mean.tolist() == [4, 3, 2]
     missing = [([0, 10, 20], [4.0, 2.0, 1.0]), ([0, 20], [2.0, 3.0])]
-    assert figures.band(missing)[0].tolist() == [0, 20]
+    assert run_figures.band(missing)[0].tolist() == [0, 20]
 
 
 def test_record_round_trip_is_byte_equal(results, tmp_path):
