@@ -73,6 +73,8 @@ class Attachment:
         """
         if self._detached or self._warned or self.inside_step or weight.is_meta:
             return
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():  # comparing would wait
+            return
         optimizer = self.optimizer
         seen, self._seen = self._seen, Seen(weight, step, _fingerprint(weight, optimizer))
         if seen is None or seen.weight is not weight or seen.step != step:
