@@ -19,6 +19,7 @@ class Clock:
         self.seed = seed
         self.step = 0
         self.micro = 0
+        self.begun = 0  # micro-batches of this process, within which calls of a layer are numbered
         self.capacity = 0
         """Largest number of tokens in a micro-batch; 0: all have equally many."""
         self.tensor = torch.zeros(2, dtype=torch.int64, device=device)
@@ -38,8 +39,9 @@ class Clock:
                 self.tensor = torch.zeros_like(self.tensor, device=device)
         fill(self.tensor, [step, self.micro])
 
-    def set_micro(self, micro: int) -> None:
-        """Set the micro-batch that the next forward sees."""
+    def begin_micro(self, micro: int) -> None:
+        """Begin the micro-batch that the next forward sees."""
+        self.begun += 1
         if micro != self.micro:
             self.micro = micro
             self._reading = None
@@ -90,7 +92,7 @@ class MicroBatches:
         """Set the micro-batch that the next forward sees."""
         self.clock.capacity = capacity
         self.counts_forwards = False
-        self.clock.set_micro(index)
+        self.clock.begin_micro(index)
 
     def root_runs(self, module: nn.Module, args: tuple[object, ...]) -> None:
         """Begin a micro-batch with a training forward of the root."""
@@ -122,7 +124,7 @@ class MicroBatches:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             rank = torch.distributed.get_rank()
             world = torch.distributed.get_world_size()
-        self.clock.set_micro(rank if self._is_first else self.clock.micro + world)
+        self.clock.begin_micro(rank if self._is_first else self.clock.micro + world)
         self._on_begin()
         self._is_first = self._next_layer_begins = False
 

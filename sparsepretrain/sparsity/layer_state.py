@@ -105,8 +105,10 @@ class LayerState(nn.Module):
         """Return the noise stream of a matmul at this step."""
         return noise_key(self.clock.seed, self.step, self.index, matmul)
 
-    def key_at(self, reading: ClockReading, matmul: int, counters: int, per: int = 1) -> AnyKey:
-        """Return the noise stream of a matmul for one micro-batch.
+    def key_at(
+        self, reading: ClockReading, matmul: int, counters: int, per: int = 1, call: int = 0
+    ) -> AnyKey:
+        """Return the noise stream of a matmul for one call of the layer in a micro-batch.
 
         Micro-batches share no draws if all have equally many tokens, or ``capacity`` bounds them.
 
@@ -115,7 +117,9 @@ class LayerState(nn.Module):
             matmul: number of the matmul.
             counters: draws of this micro-batch.
             per: tokens that share a counter.
+            call: number of the call of this layer within the micro-batch, below 2²⁴.
         """
+        matmul |= call << 8
         seed = self.clock.seed
         room = max(counters, -(-self.clock.capacity // per))
         if isinstance(reading, Tensor):

@@ -456,3 +456,27 @@ def test_ddp_of_one_rank_is_bit_exact(method, broadcast, group, silent):
         assert handle.completed_steps == 4 and handle.sparse
         results.append(copy.deepcopy(model.state_dict()))
     assert_equal_bits(*results)
+
+
+def test_calls_of_one_layer_in_a_micro_batch_draw_independently():
+    """Equal calls with equal draws would double the deviation of dW instead of its square."""
+    model, _, sparsifier = build("sste")
+    layer, x, g = model.fc1, draw(8, 16, seed=1), draw(8, 32, seed=2)
+
+    def wgrad(calls):
+        layer.weight.grad = None
+        sparsifier.micro_batch(0)
+        for _ in range(calls):
+            layer(x).backward(g)
+        return layer.weight.grad
+
+    first = wgrad(1)
+    second = wgrad(2) - first
+    assert not torch.allclose(second, first)
+    assert torch.equal(wgrad(1), first), "a new micro-batch begins with the first draws"
+    with torch.no_grad():
+        sparsifier.micro_batch(0)
+        layer(x)  # draws nothing and counts for nothing
+    layer.weight.grad = None
+    layer(x).backward(g)
+    assert torch.equal(layer.weight.grad, first)

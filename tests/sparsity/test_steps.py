@@ -324,6 +324,7 @@ def test_weight_sampling_draws_once_per_step():
 
 
 CHANGES = {
+    "call": lambda sparsifier, state: sparsifier.layers["fc1"].operands.number_call(),
     "step": lambda sparsifier, state: sparsifier._state.set_step(1),
     "micro-batch": lambda sparsifier, state: sparsifier.micro_batch(1),
     "layer": lambda sparsifier, state: setattr(state, "_index", 1),
@@ -342,7 +343,9 @@ def test_noise_differs_by_step_micro_batch_layer_and_seed(change):
 
     sparsifier.micro_batch(0)
     first = wgrad()
+    sparsifier.micro_batch(0)
     assert torch.equal(wgrad(), first)
+    sparsifier.micro_batch(0)
     change(sparsifier, model.fc1.sparsity)
     assert not torch.equal(wgrad(), first)
 

@@ -143,8 +143,8 @@ REFUSALS = {
     "kernels": (
         Net,
         "ste",
-        {"backend": "triton"},
-        "backend 'triton' is a backend of single kernels",
+        {"sparse_matmuls": "triton"},
+        "is a backend of single kernels",
     ),
     "precision": (Net, "ste", {"precision": "int8"}, "precision .* got 'int8'"),
     "precision type": (Net, "ste", {"precision": 8}, "precision .* got 8"),

@@ -42,6 +42,7 @@ class SparseMatmul(torch.autograd.Function):
         geometry: Geometry,
         matmuls: Matmuls,
         reading: ClockReading,
+        call: int,
         micro_batches: MicroBatches | None,
     ) -> Tensor:
         """Return Y in the dtype of X.
@@ -55,10 +56,12 @@ class SparseMatmul(torch.autograd.Function):
             geometry: linear layer or convolution.
             matmuls: compute the three matmuls.
             reading: (completed steps, micro-batch), which key the draws of the backward.
+            call: number of the call within the micro-batch, which keys them too.
             micro_batches: hear of the backward; None: nothing is numbered.
         """
         # Attributes keep the values of this forward when checkpointing recomputes saved tensors.
         ctx.reading = reading
+        ctx.call = call
         ctx.micro_batches = micro_batches
         ctx.layer = layer
         ctx.geometry = geometry
@@ -95,16 +98,16 @@ class SparseMatmul(torch.autograd.Function):
             wide = torch.promote_types(grad.dtype, torch.float32)
             db = geometry.bgrad(grad, wide).to(ctx.dtypes[2])
         if need_dx:
-            pruned = dgrad.prepare(_pruned(layer, geometry, ctx.reading, grad), "P")
+            pruned = dgrad.prepare(_pruned(layer, geometry, ctx.reading, ctx.call, grad), "P")
             call = MatmulCall("dgrad", geometry, ctx.shapes[0], grad.dtype)
             dx = dgrad(call, pruned, Prepared(ctx.kinds[0], b, b_scale)).to(ctx.dtypes[0])
         if need_dw:
-            draw = partial(_sampled, layer, geometry, ctx.reading)
+            draw = partial(_sampled, layer, geometry, ctx.reading, ctx.call)
             estimate = wgrad.prepare(Estimate(grad, draw), "U")
             call = MatmulCall("wgrad", geometry, ctx.shapes[1], torch.float32)
             dw = wgrad(call, estimate, Prepared(ctx.kinds[1], x, x_scale)).to(ctx.dtypes[1])
             dw = dw if wgrad_scale is None else dw * wgrad_scale
-        return dx, dw, db, None, None, None, None, None, None
+        return dx, dw, db, None, None, None, None, None, None, None
 
 
 def _inputs(layer: LayerOperands | None, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,14 +122,18 @@ def _inputs(layer: LayerOperands | None, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pruned(
-    layer: LayerOperands | None, geometry: Geometry, reading: ClockReading, grad: Tensor
+    layer: LayerOperands | None,
+    geometry: Geometry,
+    reading: ClockReading,
+    call: int,
+    grad: Tensor,
 ) -> Tensor:
     """Return P(G)."""
     if layer is None or layer.method.phase.row.P == G:
         return grad
     tokens = geometry.tokens(grad)
     rows = tokens.numel() // tokens.shape[-1]  # one counter per token
-    key = layer.state.key_at(reading, DGRAD, rows)
+    key = layer.state.key_at(reading, DGRAD, rows, call=call)
     return geometry.from_tokens(layer.method.dgrad_gradient(tokens, key), grad.shape)
 
 
@@ -134,6 +141,7 @@ def _sampled(
     layer: LayerOperands | None,
     geometry: Geometry,
     reading: ClockReading,
+    call: int,
     grad: Tensor,
     order: str | None,
 ) -> Tensor:
@@ -147,7 +155,7 @@ def _sampled(
     is_mvue = type(method).wgrad_gradient is Method.wgrad_gradient
 
     def sample(rows: Tensor) -> Tensor:
-        key = layer.state.key_at(reading, WGRAD, -(-rows.shape[0] // 4), per=4)
+        key = layer.state.key_at(reading, WGRAD, -(-rows.shape[0] // 4), per=4, call=call)
         if is_mvue:
             return method.wgrad_gradient(rows, key, order)
         return method.wgrad_gradient(rows, key)
@@ -212,6 +220,8 @@ class SparseLayer(nn.Module):
         matmuls = self.operands.matmuls.now(dtype, self.training)
         layer = self.operands if self.training else None
         reading = self.sparse_model.clock.read()
+        # Compiled calls share number 0: a number would be a constant of the graph.
+        call = 0 if micro_batches is None else self.operands.number_call()
         in_fp32 = autocast and matmuls.fprop.rounds  # dequantized operands keep fp32
         with torch.autocast(device, enabled=False) if in_fp32 else nullcontext():
             y: Tensor = SparseMatmul.apply(
@@ -223,6 +233,7 @@ class SparseLayer(nn.Module):
                 geometry,
                 matmuls,
                 reading,
+                call,
                 micro_batches,
             )
         return y

@@ -191,6 +191,7 @@ class ModelState:
         """Enter the phase after ``step`` completed steps; call :meth:`write` afterwards."""
         self.clock.step = step
         self.clock.micro = 0
+        self.clock.begun += 1
         self.micro_batches.restart()
         self._enter(step)
 

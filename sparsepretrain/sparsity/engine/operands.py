@@ -49,6 +49,8 @@ class LayerOperands:
         self._kept_mask: Tensor | None = None  # of kept training operands; bool, or packed by rows
         self._gathered_sparse: bool | None = None  # A was gathered, or W; None: out of date
         self._gathered_b: Tensor | None = None
+        self._calls = 0  # of the layer in the present micro-batch
+        self._begun = -1  # `Clock.begun` of that micro-batch
         self.choose_ways()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -77,6 +79,21 @@ class LayerOperands:
         if not self._projects(training) and not (training and self.matmuls.base.fprop.rounds):
             return "replaced"
         return "projected" if self.store is None else "kept"
+
+    def number_call(self) -> int:
+        """Return the number of this training forward within its micro-batch.
+
+        Calls of one layer (shared weights, chunks, twin encoders) draw independently. Forwards
+        without gradients draw nothing and are not counted: so reentrant checkpoints number calls
+        when they run them again, from the last one on.
+        """
+        if not torch.is_grad_enabled():
+            return 0
+        if self._begun != self.state.clock.begun:
+            self._begun = self.state.clock.begun
+            self._calls = 0
+        self._calls += 1
+        return self._calls - 1
 
     def get(
         self, weight: Tensor, dtype: torch.dtype, training: bool

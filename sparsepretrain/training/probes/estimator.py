@@ -122,7 +122,7 @@ def gradients(
     drawing = None if exact else layer.operands
     with torch.enable_grad():
         y = SparseMatmul.apply(
-            source, target, None, operands, drawing, geometry, matmuls, reading, None
+            source, target, None, operands, drawing, geometry, matmuls, reading, 0, None
         )
     dx, dw = torch.autograd.grad(y, (source, target), grad)
     return dx, dw
