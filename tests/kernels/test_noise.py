@@ -40,7 +40,7 @@ def test_every_element_of_the_grid_is_philox(k0, k1, offset, groups, words):
 
 
 def test_every_coordinate_changes_the_key():
-    base = {"seed": 3, "step": 4, "layer": 5, "product": 2}
+    base = {"seed": 3, "step": 4, "layer": 5, "matmul": 2}
     changes = [{}, *({k: v + 1} for k, v in base.items())]
     changes += [{"seed": 3 + 2**32}, {"step": 4 + 2**32}, {"seed": 2**63 - 1}, {"step": 0}]
     keys = [noise_key(**base | change)[:2] for change in changes]
