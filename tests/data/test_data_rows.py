@@ -98,7 +98,8 @@ def test_parquet_is_read_by_row_groups(tmp_path):
         (LINES, "parquet", " cannot be read as Parquet: "),
         (b"", "parquet", " cannot be read as Parquet: "),
     ],
-    # gzip writes the time: ids of the content would differ between the processes that run the tests
+    # gzip writes the time into its data, and pytest puts bytes into names: workers of one run,
+    # which collect in different seconds, would disagree about the tests
     ids=lambda value: "content" if isinstance(value, bytes) else None,
 )
 def test_the_file_and_line_of_a_problem_are_named(tmp_path, content, kind, message):
