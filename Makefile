@@ -36,19 +36,19 @@ test-fast: $(DEV)
 # their own tests, then the golden vectors and nasty blocks of the references (without the test that
 # averages 1,000 draws: a minute there)
 test-triton: $(DEV)
-	$(TEST) -n 2 tests/kernels_triton tests/fake_cuda_tensors
+	$(TEST) -n 2 tests/suites/kernels_triton tests/suites/fake_cuda_tensors
 	TRITON_INTERPRET=1 SPARSEPRETRAIN_TEST_BACKEND=triton SPARSEPRETRAIN_TEST_BLOCKS=1024 \
 		SPARSEPRETRAIN_TEST_CALLS=1 $(TEST) -n 2 -W ignore -k "(golden or block_properties) and not golden_losses" \
-		--deselect tests/sparsity/test_layer_golden.py::test_the_mean_over_many_steps_is_the_dense_gradient \
+		--deselect tests/sparsity/methods/test_golden_layers.py::test_the_mean_over_many_steps_is_the_dense_gradient \
 		tests/kernels tests/sparsity
 
 # the same, compiled for sm_80, sm_90 and sm_100, none with spilled registers; no GPU is needed
 test-kernels-offline: $(DEV)
-	$(TEST) -n 2 tests/compile_only
+	$(TEST) -n 2 tests/suites/compile_only
 
 # launches of every kernel under a driver that runs nothing, in the same kind of process
 test-without-gpu: $(DEV)
-	$(TEST) -n 2 -m "not slow" tests/stub_driver
+	$(TEST) -n 2 -m "not slow" tests/suites/stub_driver
 
 # the oldest torch that is supported, and others, in environments of their own (13 GB in VERSIONS)
 test-versions: $(DEV)
@@ -79,7 +79,7 @@ reliability: $(DEV)
 
 # the 50-step losses that a change of a method's arithmetic changes; prints what did
 golden: $(DEV)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/golden_losses.py
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m support.golden_losses
 
 bench: $(INSTALLED)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/cpu.py --out benchmarks/results/cpu.json

@@ -1,6 +1,7 @@
 """Cases of all kernels: inputs, memory traffic, baselines.
 
-`kernels.py` times the cases on a GPU. Tests add untimed variants (`tests/kernel_variants.py`),
+`kernels.py` times the cases on a GPU. Tests add untimed variants
+(`tests/support/kernel_variants.py`),
 compile the kernels of every case, and on a GPU compare them with the reference.
 """
 

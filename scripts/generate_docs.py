@@ -439,7 +439,7 @@ def reliability(_: str, path: Path) -> str:
     """Return one row per requirement: injected faults, their number, result, gate."""
     rows = []
     found = json.loads(RELIABILITY.read_text(encoding="utf-8"))
-    requirements = path.parents[1] / "tests" / "reliability" / "requirements.yaml"
+    requirements = path.parents[1] / "tests" / "suites" / "reliability" / "requirements.yaml"
     for row in yaml.safe_load(requirements.read_text(encoding="utf-8")):
         count, result = "", "no test yet"
         if row["id"] in found:

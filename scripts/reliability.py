@@ -1,6 +1,6 @@
 """Run the tests behind docs/reliability.md and record the results; ``make reliability``.
 
-    python scripts/reliability.py            every row of tests/reliability/requirements.yaml
+    python scripts/reliability.py            every row of tests/suites/reliability/requirements.yaml
     python scripts/reliability.py R1 R3      only these; other rows keep their results
 
 ``docs/reliability.json`` holds the results and the commit of each row; ``scripts/generate_docs.py``
@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-REQUIREMENTS = ROOT / "tests" / "reliability" / "requirements.yaml"
+REQUIREMENTS = ROOT / "tests" / "suites" / "reliability" / "requirements.yaml"
 RESULTS = ROOT / "docs" / "reliability.json"
 
 

@@ -19,8 +19,8 @@ MINIMUM=$("$PYTHON" -c 'import re; print(re.search(r"\"torch>=([\d.]+)\"", open(
 TORCH=("$MINIMUM.0" 2.11.0) # they bring Triton 3.5 and 3.6
 TRITON=(3.8.0)
 HYDRA=(1.4.0rc3)
-LAYERS=(tests/sparsity/test_layer_golden.py tests/sparsity/test_golden_methods.py)
-COMPILE=(tests/sparsity/test_compile.py tests/training/test_compilation.py -k "not vit_nano and not resnet_nano")
+LAYERS=(tests/sparsity/methods/test_golden_layers.py tests/sparsity/methods/test_golden_methods.py)
+COMPILE=(tests/sparsity/engine/test_compile.py tests/training/test_compilation.py -k "not vit_nano and not resnet_nano")
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONPATH=$PWD
 summary=() failed=0
 scratch=$(mktemp -d)
@@ -52,7 +52,7 @@ for version in "${TORCH[@]}"; do
     fi
     name=$(versions "$python")
     pytest=("$python" -m pytest -p no:cacheprovider --timeout 900)
-    where=tests/stub_driver
+    where=tests/suites/stub_driver
     # fake CUDA tensors of torch 2.9 ask the driver
     if [ "$version" = "$MINIMUM.0" ]; then where+=/test_stub_driver.py; fi
     check "$name, kernels" "${pytest[@]}" "$where"
@@ -72,7 +72,7 @@ for version in "${TRITON[@]}"; do
     fi
     export PYTHONPATH=$directory:$PWD
     check "$(versions "$PYTHON"), kernels" \
-        "$PYTHON" -m pytest -p no:cacheprovider tests/stub_driver/test_stub_driver.py
+        "$PYTHON" -m pytest -p no:cacheprovider tests/suites/stub_driver/test_stub_driver.py
 done
 
 for version in "${HYDRA[@]}"; do

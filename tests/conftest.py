@@ -16,11 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-pytest.register_assert_rewrite("tiny_runs")
-from tiny_runs import Tiny, write_corpus  # noqa: E402
-
+pytest.register_assert_rewrite("support")
 from sparsepretrain import registry  # noqa: E402
 from sparsepretrain.files import cache_directory  # noqa: E402
+from support.tiny_runs import Tiny, write_corpus  # noqa: E402
 
 # Several runs may share the cores of a test machine: idle threads must not spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

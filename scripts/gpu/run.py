@@ -80,9 +80,10 @@ def bench(seconds: int, script: str, words: str = "", *, only: str = "*") -> Sta
 
 
 def tests(seconds: int, path: str, rehearsed: str) -> Stage:
-    """Return a stage that runs tests on the device; a rehearsal interprets part of them."""
+    """Return a stage that runs tests of ``tests/suites``; a rehearsal interprets part of them."""
     pytest = ["-m", "pytest", "-rs", "-p", "no:cacheprovider", "-n", "{workers}", "--maxfail", "30"]
-    return Stage(seconds, [*pytest, path], kind="tests", rehearsed=[*pytest, rehearsed])
+    command = [*pytest, f"tests/suites/{path}"]
+    return Stage(seconds, command, kind="tests", rehearsed=[*pytest, f"tests/suites/{rehearsed}"])
 
 
 AUTO = "--sparse-matmuls auto"
@@ -94,11 +95,11 @@ STAGES: dict[str, Stage] = {
     # call 1: does it run, and is it right?
     "facts": bench(90, "facts"),
     "smoke": bench(200, "smoke"),
-    "tests": tests(150, "tests/gpu", "tests/gpu"),
+    "tests": tests(150, "gpu", "gpu"),
     "first": bench(100, "steps", "--variants dense,sste --rounds 6"),
     "trust": bench(70, "trust"),
     "agree": bench(120, "agree"),
-    "triton": tests(170, "tests/kernels_triton", "tests/kernels_triton/test_triton_noise.py"),
+    "triton": tests(170, "kernels_triton", "kernels_triton/test_triton_noise.py"),
     # call 2: how fast?
     "gpt2_124m": bench(
         215,

@@ -5,13 +5,13 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from sparsepretrain.config import compose
 from sparsepretrain.config.freeze import flat
 from sparsepretrain.config.places import catalog
+from support import SUPPORT
 
 GLOBAL = "# @package _global_\n"
 
@@ -239,7 +239,7 @@ def results(tmp_path_factory):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     argvs = [[word.replace("DIR", str(user)) for word in argv] for argv, _ in CASES]
-    command = [sys.executable, str(Path(__file__).with_name("run_cases.py"))]
+    command = [sys.executable, str(SUPPORT / "run_cases.py")]
     env = {**os.environ, "SPARSEPRETRAIN_CACHE_DIR": str(work / "cache")}
     options = {"cwd": work, "env": env, "stdout": subprocess.PIPE, "text": True, "check": True}
     return json.loads(subprocess.run(command, input=json.dumps(argvs), **options).stdout)

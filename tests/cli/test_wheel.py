@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from support import ROOT
 
 
 @pytest.fixture(scope="module")

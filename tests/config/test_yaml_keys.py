@@ -7,13 +7,13 @@ import sys
 import typing
 
 import pytest
-from tiny_runs import composed as compose
 
 from sparsepretrain import registry
 from sparsepretrain.config import validate
 from sparsepretrain.config.groups import REGISTERED, Tracker, key_of, options_of
 from sparsepretrain.config.places import TABLES, catalog, shipped
 from sparsepretrain.config.schema import Run
+from support.tiny_runs import composed as compose
 
 OPTIONS = [(group, option) for group, options in catalog().items() for option in options]
 MODELS, METHODS = catalog()["model"], registry.names("method")

@@ -1,13 +1,12 @@
-from pathlib import Path
-
 import pytest
 import yaml
 
 from sparsepretrain import registry
 from sparsepretrain.config import strict
 from sparsepretrain.data.formats import pairs
+from support import ROOT
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "data"
+CONFIGS = ROOT / "configs" / "data"
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from export_cases import SMALL, export, write_checkpoint, write_run
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from sparsepretrain import cli, config
@@ -22,6 +21,7 @@ from sparsepretrain.runs.checkpoint import Checkpoint
 from sparsepretrain.sparsity.methods.sste import SSTE
 from sparsepretrain.training import derive
 from sparsepretrain.training.assembly import evaluated_model
+from support.export_cases import SMALL, export, write_checkpoint, write_run
 
 TEXT = "Ā héllo\0\n\tdef f(x):  😀"
 

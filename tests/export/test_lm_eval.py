@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from export_cases import write_run
 
 from sparsepretrain.config import validate
 from sparsepretrain.console import Console
@@ -19,6 +18,7 @@ from sparsepretrain.studies.reproduce import check, study_of
 from sparsepretrain.studies.stages import Harness, commands
 from sparsepretrain.studies.tables import Size, Stage, Table
 from sparsepretrain.training.assembly import evaluated_model
+from support.export_cases import write_run
 
 pytest.importorskip("lm_eval")
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from export_cases import export, write_run
 from torch.sparse import _semi_structured_conversions as conversions
 from transformers import AutoModelForCausalLM
 
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.export import load_semi_structured, semi_structured
+from support.export_cases import export, write_run
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,12 @@
 """Every kernel against a plain-Python oracle on more than ten thousand nasty blocks per dtype."""
 
-import block_oracles as oracles
 import pytest
 import torch
-from block_cases import (
+from hypothesis import strategies as st
+
+from sparsepretrain import kernels
+from support import block_oracles as oracles
+from support.block_cases import (
     BACKEND,
     BLOCKS,
     PATTERNS,
@@ -17,10 +20,7 @@ from block_cases import (
     place,
     places,
 )
-from hypothesis import strategies as st
-from same_bits import DEVICE, assert_same, lay_out
-
-from sparsepretrain import kernels
+from support.same_bits import DEVICE, assert_same, lay_out
 
 fours = st.sampled_from([(2, 4), (1, 4), (3, 4), (2, 8), (4, 8), (1, 16)])
 limits = st.sampled_from([0.0, 1e-45, 1e-38, 1e-6, 1.0, 20.0])

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from golden_vectors import load
 
 from sparsepretrain.kernels import (
     apply_mask,
@@ -13,6 +12,7 @@ from sparsepretrain.kernels import (
     pack_rows,
     unpack_24,
 )
+from support.golden_vectors import load
 
 
 @pytest.mark.parametrize("pattern", ["2_4", "1_4", "2_8", "1_16", "4_8"])

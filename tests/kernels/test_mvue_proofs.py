@@ -8,11 +8,11 @@ import itertools
 
 import pytest
 import torch
-from block_cases import every_dtype, generator, kernel
-from golden_vectors import load
-from same_bits import DEVICE
 
 from sparsepretrain import kernels
+from support.block_cases import every_dtype, generator, kernel
+from support.golden_vectors import load
+from support.same_bits import DEVICE
 
 INSET = 1e-12
 ESTIMATORS = ["approximate", "exact"]

@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from same_bits import PHILOX
 
 from sparsepretrain.kernels import NoiseKey, noise_key, uniform_like, uniform_noise
 from sparsepretrain.kernels.noise import philox
+from support.same_bits import PHILOX
 
 ONES = 0xFFFFFFFF
 WORD = st.integers(0, ONES)

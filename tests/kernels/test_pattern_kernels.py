@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from golden_vectors import load
 
 from sparsepretrain import kernels
+from support.golden_vectors import load
 
 
 def test_transposable_golden():

@@ -5,7 +5,6 @@ from fnmatch import fnmatchcase
 
 import pytest
 import torch
-from tiny_runs import assert_same_run, interrupted
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
@@ -15,6 +14,7 @@ from sparsepretrain import config
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.models.llama import Llama, LlamaOptions
 from sparsepretrain.training.plan import check
+from support.tiny_runs import assert_same_run, interrupted
 
 TINY = {
     "name": "tiny", "family": "llama", "vocab_size": 50, "n_positions": 16, "n_embd": 16,

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from tiny_runs import assert_equal_bits, assert_same_run, final_state, interrupted
 from torch import nn
 
 import sparsepretrain as sp
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.optim.muon import MuonAdamW, block_matrices
+from support.tiny_runs import assert_equal_bits, assert_same_run, final_state, interrupted
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 MUON = ["optim=muon", "optim.lr=2e-3"]

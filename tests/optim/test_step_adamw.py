@@ -1,7 +1,6 @@
 """StepAdamW against the golden trajectories."""
 
 import copy
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,9 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import nm_mask
 from sparsepretrain.optim import StepAdamW
+from support import TESTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:StepAdamW switched")
-GOLDEN = dict(np.load(Path(__file__).parents[1] / "golden" / "step_optimizer.npz"))
+GOLDEN = dict(np.load(TESTS / "golden" / "step_optimizer.npz"))
 CASES = [k.removesuffix("_hp") for k in GOLDEN if k.endswith("_hp")]
 
 

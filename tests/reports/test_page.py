@@ -4,11 +4,11 @@ import base64
 import re
 
 import numpy as np
-from test_report import make_run
 
 from sparsepretrain.reports.page import html_page
 from sparsepretrain.reports.plots import new_figure
 from sparsepretrain.reports.report import report
+from support.run_directories import make_run
 
 
 def figures_of(page: str) -> list[str]:

@@ -8,13 +8,13 @@ import time
 import pytest
 import safetensors.torch
 import torch
-from tiny_runs import assert_equal_bits, assert_same_run, metrics
 
 from sparsepretrain.errors import CheckpointError, DivergedError
 from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.checkpoint import Checkpoint, Retention
 from sparsepretrain.runs.writer import Writer
 from sparsepretrain.training import loop
+from support.tiny_runs import assert_equal_bits, assert_same_run, metrics
 
 BACKGROUND = "checkpoint.background=true"
 FULL = safetensors.SafetensorError("I/O error: No space left on device (os error 28)")

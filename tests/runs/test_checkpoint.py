@@ -12,12 +12,12 @@ from unittest import mock
 import pytest
 import safetensors.torch
 import torch
-from tiny_runs import assert_equal_bits, assert_same_run, final_state, metrics
 
 from sparsepretrain.errors import CheckpointError, ConfigError, DataError, SparsePretrainError
 from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.checkpoint import Checkpoint, Retention
 from sparsepretrain.runs.directory import RunDirectory
+from support.tiny_runs import assert_equal_bits, assert_same_run, final_state, metrics
 
 MODEL = "shard-00000-model.safetensors"
 FILES = {"config.yaml", "state.json", MODEL, "shard-00000-optimizer.safetensors", "manifest.json"}

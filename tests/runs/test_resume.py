@@ -5,12 +5,12 @@ import signal
 
 import pytest
 import torch
-from tiny_runs import assert_equal_bits, assert_same_run, final_state, interrupted, metrics
 
 from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.sparsity.engine.model_state import ModelState
 from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK
 from sparsepretrain.training import assembly, loop, validation
+from support.tiny_runs import assert_equal_bits, assert_same_run, final_state, interrupted, metrics
 
 
 @pytest.fixture

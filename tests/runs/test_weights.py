@@ -3,11 +3,11 @@
 import shutil
 
 import pytest
-from tiny_runs import Tiny, assert_equal_bits, final_state
 
 from sparsepretrain.data import hub
 from sparsepretrain.errors import CheckpointError
 from sparsepretrain.runs import weights
+from support.tiny_runs import Tiny, assert_equal_bits, final_state
 
 
 @pytest.fixture(scope="module")

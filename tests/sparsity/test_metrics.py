@@ -4,14 +4,14 @@ import copy
 
 import pytest
 import torch
-from small_loops import attached, train
-from small_models import Net
-from sparse_cases import build, sparsify
-from tiny_runs import assert_equal_bits
 from torch import nn
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.optim import StepAdamW
+from support.small_loops import attached, train
+from support.small_models import Net
+from support.sparse_cases import build, sparsify
+from support.tiny_runs import assert_equal_bits
 
 
 def test_metrics_have_the_documented_keys():

@@ -8,9 +8,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from small_loops import attached, train
-from small_models import ConvNet, Net, draw
-from sparse_cases import build, sparsify
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -18,6 +15,9 @@ import sparsepretrain as sp
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.sparsity.engine.layer_classes import sparse_class
 from sparsepretrain.sparsity.engine.layers import SparseLayer
+from support.small_loops import attached, train
+from support.small_models import ConvNet, Net, draw
+from support.sparse_cases import build, sparsify
 
 
 class Shared(nn.Module):

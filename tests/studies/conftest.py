@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import yaml
-from tiny_runs import Tiny
 
 from sparsepretrain import cli
 from sparsepretrain.console import Console
 from sparsepretrain.errors import SparsePretrainError
 from sparsepretrain.runs.directory import find_runs
 from sparsepretrain.studies import engine
+from support.tiny_runs import Tiny
 
 
 class InProcess:

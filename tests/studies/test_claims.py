@@ -1,7 +1,6 @@
 """Verdicts on synthetic seeds of known truth: error rates, power, undecided claims."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from sparsepretrain.studies.claims import Ruling, holm, judge
 from sparsepretrain.studies.results import read_record
 from sparsepretrain.studies.table_page import _mean, judged
 from sparsepretrain.studies.tables import Table, load_table
+from support import ROOT
 
 ROWS = ["dense", "sste", "srste", "ste"]
 TRIALS = 300
@@ -160,7 +160,7 @@ def test_holm_steps_down():
     assert math.isnan(holm([*rulings, left_out])[5])
 
 
-RECORDS = Path(__file__).parents[2] / "docs/tables/records"
+RECORDS = ROOT / "docs/tables/records"
 
 
 @pytest.mark.parametrize(

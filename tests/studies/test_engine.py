@@ -15,7 +15,6 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
-from tiny_runs import Tiny, assert_same_run, final_state
 
 from sparsepretrain.config import freeze
 from sparsepretrain.console import Console
@@ -23,6 +22,7 @@ from sparsepretrain.errors import INTERRUPTED
 from sparsepretrain.studies import engine
 from sparsepretrain.studies.engine import Stopped, Study, StudyCell
 from sparsepretrain.training.trainer import train
+from support.tiny_runs import Tiny, assert_same_run, final_state
 
 QUIET = ("eval.batches=0", "checkpoint.every=0", "log.layers_every=0")
 ENDLESS = ("steps=100000", *QUIET)

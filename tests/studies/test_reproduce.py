@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_runs import assert_same_run, metrics
 
 from sparsepretrain import cli
 from sparsepretrain.console import Console
@@ -19,6 +18,7 @@ from sparsepretrain.studies import engine
 from sparsepretrain.studies.cells import Selection
 from sparsepretrain.studies.reproduce import study_of
 from sparsepretrain.studies.results import collect
+from support.tiny_runs import assert_same_run, metrics
 
 
 def test_table_runs_stop_early_and_continue(tables, in_process, capsys):

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +12,9 @@ from sparsepretrain.studies.results import CellResult, TableResults, read_record
 from sparsepretrain.studies.scaling import Law, Point, fit
 from sparsepretrain.studies.table_page import render
 from sparsepretrain.studies.tables import load_table
+from support import ROOT
 
-RECORDS = Path(__file__).parents[2] / "docs" / "tables" / "records"
+RECORDS = ROOT / "docs" / "tables" / "records"
 TRUE = {"a_S": 0.5, "b_S": 0.7, "c_S": 1.0, "b_N": 0.25, "a_D": 0.3, "b_D": 0.4, "c": 0.6}
 
 

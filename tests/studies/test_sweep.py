@@ -15,8 +15,9 @@ from sparsepretrain import cli
 from sparsepretrain.errors import DivergedError
 from sparsepretrain.runs.directory import find_runs
 from sparsepretrain.studies.sweep import read_axes
+from support import ROOT
 
-EXAMPLE = Path(__file__).parents[2] / "docs/examples/search.py"
+EXAMPLE = ROOT / "docs/examples/search.py"
 
 
 def axes(*words: str) -> Any:

@@ -28,8 +28,9 @@ from sparsepretrain.studies.results import (
 )
 from sparsepretrain.studies.table_page import render
 from sparsepretrain.studies.tables import Metric, Table, load_table
+from support import ROOT
 
-RECORDS = sorted((Path(__file__).parents[2] / "docs/tables/records").glob("*.json.gz"))
+RECORDS = sorted((ROOT / "docs/tables/records").glob("*.json.gz"))
 
 PUBLISHED = {"paper": "S-STE", "table": "Table 4 (partly)", "metric": "loss"}
 PUBLISHED["rows"] = {"dense": {"method": "dense"}, "sste": {"method": "S-STE"}}

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tiny_runs import assert_same_run, interrupted, metrics
 
 from sparsepretrain.cli import main
 from sparsepretrain.data.encoding import train_bpe, train_wordpiece
@@ -13,6 +12,7 @@ from sparsepretrain.errors import ConfigError, DataError
 from sparsepretrain.tasks import build_task
 from sparsepretrain.tasks.masked_lm import Masking, selected
 from sparsepretrain.training.loop import train_step
+from support.tiny_runs import assert_same_run, interrupted, metrics
 
 BERT = ("model=bert_nano", "model.n_inner=64")
 GATED = ("model=bert_geglu", "model.n_inner=64", "model.vocab_size=260", "task.sequence_length=16",

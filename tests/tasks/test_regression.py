@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from tiny_runs import TRAINING, Tiny, assert_same_run, interrupted
 from torch import nn
 
 from sparsepretrain import config
@@ -14,6 +13,7 @@ from sparsepretrain.data.sources.teacher import BLOCK, normals
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.tasks import build_task
 from sparsepretrain.training.assembly import build_model
+from support.tiny_runs import TRAINING, Tiny, assert_same_run, interrupted
 
 TINY = (
     "experiment=claims_regression", *TRAINING, "model.n_embd=16", "model.n_inner=32",

@@ -6,12 +6,12 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_translation import TinyTranslation
 
 import sparsepretrain as sp
 from sparsepretrain import config
 from sparsepretrain.errors import ConfigError, DataError
 from sparsepretrain.tasks import build_task
+from support.tiny_translation import TinyTranslation
 
 CPU = torch.device("cpu")
 TENSORS = ("source", "mask", "previous", "targets")

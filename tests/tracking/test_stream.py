@@ -15,8 +15,9 @@ from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.record import read
 from sparsepretrain.tracking import stream as stream_module
 from sparsepretrain.tracking.stream import Stream
+from support import ROOT
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "tracker"
+CONFIGS = ROOT / "configs" / "tracker"
 
 
 def tracker(**changes: Any) -> Tracker:

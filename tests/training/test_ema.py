@@ -5,10 +5,10 @@ tests/runs/test_resume.py resumes runs with them.
 
 import pytest
 import torch
-from tiny_runs import assert_equal_bits, final_state, metrics
 
 from sparsepretrain.training import loop, validation
 from sparsepretrain.training.ema import EMA
+from support.tiny_runs import assert_equal_bits, final_state, metrics
 
 
 def weights(t):

@@ -7,7 +7,6 @@ import shutil
 
 import pytest
 import torch
-from tiny_runs import Tiny, final_state, metrics
 
 from sparsepretrain.cli import main
 from sparsepretrain.console import Console
@@ -18,6 +17,7 @@ from sparsepretrain.runs.checkpoint import Checkpoint
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.training import trainer, validation
 from sparsepretrain.training.evaluation import evaluate_checkpoint
+from support.tiny_runs import Tiny, final_state, metrics
 
 
 def evaluate(path, *overrides, **settings):

@@ -4,7 +4,6 @@ import copy
 import random
 
 import pytest
-from tiny_runs import assert_equal_bits, assert_same_run, final_state, interrupted, metrics
 
 from sparsepretrain.errors import DivergedError
 from sparsepretrain.tasks.causal_lm import CausalLM
@@ -12,6 +11,7 @@ from sparsepretrain.training import guard as room
 from sparsepretrain.training import loop
 from sparsepretrain.training.guard import MAX_SKIPS, Guard
 from sparsepretrain.training.loop import train_step
+from support.tiny_runs import assert_equal_bits, assert_same_run, final_state, interrupted, metrics
 
 
 @pytest.fixture

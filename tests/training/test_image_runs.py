@@ -1,11 +1,11 @@
 """Runs on images: every method on linear layers and convolutions, resume, workers, bad input."""
 
 import pytest
-from tiny_runs import TRAINING, assert_same_run, metrics
 
 from sparsepretrain import registry
 from sparsepretrain.cli import main
 from sparsepretrain.errors import ConfigError
+from support.tiny_runs import TRAINING, assert_same_run, metrics
 
 COMMON = (*TRAINING, "batch.size=8", "batch.micro=8", "eval.batches=2", "workers=0")
 VIT = ("model=vit_nano", "model.width=16", "model.depth=1", "model.heads=2")

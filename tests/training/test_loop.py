@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from tiny_runs import METHODS, assert_equal_bits, final_state, metrics
 
 from sparsepretrain.console import Console
 from sparsepretrain.errors import DivergedError
@@ -16,6 +15,7 @@ from sparsepretrain.training.guard import MAX_OVERFLOWS, MAX_SKIPS
 from sparsepretrain.training.loop import train_step
 from sparsepretrain.training.trainer import train
 from sparsepretrain.training.validation import evaluate
+from support.tiny_runs import METHODS, assert_equal_bits, final_state, metrics
 
 
 def losses(tiny, *overrides):

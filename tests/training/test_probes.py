@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tiny_runs import assert_equal_bits, final_state, interrupted, metrics
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.training import loop
@@ -18,6 +17,7 @@ from sparsepretrain.training.probes.estimator import (
     gradients,
     health,
 )
+from support.tiny_runs import assert_equal_bits, final_state, interrupted, metrics
 
 EVERY = tuple(f"probe.{n}.every=2" for n in ("descent", "scale", "lifetime", "estimator"))
 ALL = ("probe=all", *EVERY, "probe.estimator.draws=2")

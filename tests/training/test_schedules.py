@@ -7,11 +7,11 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_runs import assert_same_run
 
 from sparsepretrain import config
 from sparsepretrain.config.groups import Decay, StableDecay, Triangle, Warmup
 from sparsepretrain.training.schedules import learning_rate, warmup_steps
+from support.tiny_runs import assert_same_run
 
 COSINE = Decay(name="cosine", warmup=9, start=None, end=0.1)
 LINEAR = Decay(name="linear", warmup=9, start=None, end=0.1)

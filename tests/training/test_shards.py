@@ -1,4 +1,4 @@
-"""What ``parallel=fsdp`` does before anything is sent; the rest is in tests/dist."""
+"""What ``parallel=fsdp`` does before anything is sent; the rest is in tests/suites/dist."""
 
 from pathlib import Path
 

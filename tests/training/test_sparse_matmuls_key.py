@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from tiny_runs import metrics
 
 from sparsepretrain import cli, kernels
 from sparsepretrain.config import freeze
@@ -13,6 +12,7 @@ from sparsepretrain.sparsity import coverage
 from sparsepretrain.sparsity.matmuls import choice, sparse24
 from sparsepretrain.sparsity.matmuls.three import DENSE
 from sparsepretrain.training import loop, trainer
+from support.tiny_runs import metrics
 
 
 @pytest.fixture

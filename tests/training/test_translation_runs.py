@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tiny_runs import assert_same_run, final_state, interrupted, metrics
-from tiny_translation import TinyTranslation
 
 from sparsepretrain.training.schedules import resolve_steps
+from support.tiny_runs import assert_same_run, final_state, interrupted, metrics
+from support.tiny_translation import TinyTranslation
 
 DROPOUT = ("model.dropout=0.2", "model.activation_dropout=0.1", "model.attention_dropout=0.1")
 

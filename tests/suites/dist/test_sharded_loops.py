@@ -1,0 +1,55 @@
+"""Sharded models give the answer of whole ones in anybody's loop: see docs/many_machines.md."""
+
+import pytest
+
+from support.ranks import VARIANTS
+from support.sharded_loops import compared
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(1800)]
+
+FP64 = 1e-12
+
+METHODS = [{"name": name} for name in VARIANTS]
+KINDS = {"conv1d": "sste tsrste bimask slope step", "conv2d": "sste srste tsrste bimask asp"}
+STORAGES = [{"name": n, "kind": kind} for kind, names in KINDS.items() for n in names.split()]
+WAYS = [
+    # 18 rows on each: blocks of four rows lie on two processes
+    *({"name": name, "inner": 36} for name in ("sste", "tsrste", "slope", "bimask")),
+    {"name": "asp", "kind": "conv1d", "inner": 36},
+    # the operand of evaluation is another one while STEP trains dense
+    *({"name": "step", "evaluates": True, "reshard": again} for again in (True, False, None)),
+    {"name": "bimask", "evaluates": True, "reshard": False},
+    {"name": "sste", "counted": True, "fused": False},
+]
+UNEVEN = [
+    *({"name": n} for n in ("sste", "tsrste", "bimask", "slope", "step", "sste weight")),
+    {"name": "asp", "kind": "conv1d"},
+    {"name": "tsrste", "kind": "conv2d"},
+    {"name": "srste", "inner": 4},  # 2, 2 and no rows
+]
+RESUMED = [
+    {"name": name, "resume": f"load_{order}"}
+    for name in VARIANTS
+    for order in ("together", "model_first", "optimizer_first")
+]
+META = [{"name": name, "meta": filled} for name in VARIANTS for filled in ("loaded", "initialized")]
+REPLICAS = [{"name": name, "replicas": 2} for name in ("sste", "bimask", "tsrste")]
+
+
+@pytest.mark.parametrize(
+    ("size", "cases"),
+    [
+        *((2, METHODS), (2, STORAGES), (2, WAYS)),
+        (3, [case | {"micro_batches": 6} for case in UNEVEN]),
+        (4, REPLICAS),
+        (2, RESUMED),
+        (2, META),
+    ],
+    ids=["methods", "storages", "ways", "uneven", "replicas", "resumed", "meta"],
+)
+def test_shards_give_the_answer_of_a_whole_model(size, cases):
+    for case, found in zip(cases, compared(size, cases), strict=True):
+        assert found["learned"], case
+        assert found["equal"] and found["flips"] and not found["misaligned"], (case, found)
+        assert found["loss"] <= FP64 and found["metrics"] <= FP64, (case, found)
+        assert found["share"] < 0.6, (case, found)

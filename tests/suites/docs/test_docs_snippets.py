@@ -1,0 +1,124 @@
+"""Run the documentation: library snippets unchanged, commands on a tiny model."""
+
+import glob
+import os
+import re
+import subprocess
+
+import pytest
+
+from sparsepretrain import cli, config, registry
+from sparsepretrain.cli import eval as evaluating
+from sparsepretrain.cli import train as training_verb
+from sparsepretrain.cli._verb import read_settings
+from sparsepretrain.cli.main import parser
+from sparsepretrain.config.groups import GROUPS, REGISTERED
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.sparsity.matmuls import choice
+from sparsepretrain.studies import sweep, tables
+from sparsepretrain.training import derive
+from support.doc_pages import DOCUMENTS, ROOT, blocks
+
+# tables list commands of full runs; tests/reports renders their pages
+SHELL = [b for f in DOCUMENTS if f.parent.name != "tables" for b in blocks(f, "sh")]
+PYTHON = [b for f in DOCUMENTS for b in blocks(f, "python")]
+RUN = ("train", "eval", "prepare", "methods", "configs", "report")
+"""Verbs to run; for other verbs only arguments are checked."""
+PROGRAMS = ("sparsepretrain", "make", "pip", "python", "lm_eval", "wandb")
+"""Programs that a shell block may call."""
+
+RECORDER = """#!/bin/sh
+{ printf '%s\\0' "${0##*/}" "$@"; echo; } >> "$RECORD"
+"""
+
+
+def commands(script: str, scratch) -> list[list[str]]:
+    """Return the commands of a shell block as bash parses them, without running them."""
+    bin, record = scratch / "bin", scratch / "record"
+    bin.mkdir()
+    record.touch()
+    for program in PROGRAMS:
+        (bin / program).write_text(RECORDER)
+        (bin / program).chmod(0o755)
+    environment = {"PATH": f"{bin}:{os.environ['PATH']}", "RECORD": str(record)}
+    command = ["bash", "-euo", "pipefail", "-c", script]
+    subprocess.run(command, check=True, env=environment, cwd=scratch)
+    return [line.split("\0")[:-1] for line in record.read_text().split("\n")[:-1]]
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=lambda b: b.name)
+def test_library_snippets_run(block, capsys):
+    try:
+        exec(compile(block.body, block.name, "exec"), {"__name__": "snippet"})
+    finally:  # plug-ins of a snippet must not reach other tests
+        for known in registry._registered.values():
+            for name in [name for name, cls in known.items() if cls.__module__ == "snippet"]:
+                del known[name]
+
+
+@pytest.mark.parametrize("block", SHELL, ids=lambda b: b.name)
+def test_commands_run(block, tiny, tmp_path, monkeypatch, capsys):
+    # takes seconds; tested elsewhere
+    monkeypatch.setattr(training_verb, "illustrate", lambda directory: None)
+    monkeypatch.setattr(choice, "no_fp8_matmuls", lambda device: "")  # torch emulates them
+    for program, *argv in commands(block.body, tmp_path):
+        if program == "sparsepretrain":
+            run(argv, tiny)
+        elif program == "make":
+            assert re.search(rf"^{argv[0]}:", (ROOT / "Makefile").read_text(), re.M), argv
+        elif program == "python":
+            assert (ROOT / argv[0]).is_file(), argv
+
+
+def run(argv: list[str], tiny) -> None:
+    """Check a command as written; run it on a tiny model if it trains or downloads."""
+    verb, *words = argv
+    arguments = parser(verb).read(words)
+    if verb == "prepare":
+        plain = config.compose(arguments.overrides, arguments.config_dir)
+        config.validate(plain, {*GROUPS, *REGISTERED} - {"data"})
+    elif verb == "eval":
+        overrides: list[str] = []
+        read_settings(evaluating.Settings, arguments.overrides, others=overrides)
+        config.load(overrides, arguments.config_dir)
+    elif verb == "finetune":
+        recipe = derive.with_recipe(arguments.overrides, arguments.config_dir)
+        config.load([*recipe, "model=pretrained", "model.path=x"], arguments.config_dir)
+    elif verb == "sweep":
+        axes = sweep.read_axes(arguments.overrides)
+        assert axes.part(arguments.name, None, arguments.config_dir).cells
+    elif hasattr(arguments, "overrides"):
+        overrides = [word for word in arguments.overrides if not word.startswith("match=")]
+        if verb == "reproduce" and not arguments.list:
+            assert tables.load_table(arguments.table).match or overrides == arguments.overrides
+        config.load(overrides, arguments.config_dir)
+    if verb not in RUN:
+        return
+    if verb == "report" and not any("/" in word for word in words):
+        tables.load_table(words[0])  # the runs take minutes
+        return
+    if verb == "report":
+        argv = [found for word in argv for found in glob.glob(word) or [word]]
+    elif verb == "eval":
+        argv = [verb, glob.glob(arguments.checkpoint.replace("HASH", "*"))[0], *words[1:]]
+    elif any(word.startswith("experiment=nano_") and "vision" not in word for word in words):
+        argv = [*argv, "--dry-run"]
+    elif verb in ("train", "prepare") and not {"--dry-run", "--cfg"} & set(words):
+        given = any(word.startswith("precision=") for word in words)
+        small = tiny.overrides("steps=4", *[] if given else ["precision=fp32"])
+        if any(word.endswith("nano_vision") for word in words):  # small already, and not a GPT-2
+            keys = ("model.", "task.", "data=", "data.")
+            small = [word for word in small if not word.startswith(keys)]
+        argv = [*argv, *small]
+    assert cli.main(argv) == 0, argv
+
+
+def test_a_shell_block_is_read_as_bash_reads_it(tmp_path):
+    script = "sparsepretrain train a=1 \\\n  'b=[\"*.c\"]' # comment\nmake train\n"
+    train, make = commands(script, tmp_path)
+    assert train == ["sparsepretrain", "train", "a=1", 'b=["*.c"]'] and make == ["make", "train"]
+
+
+def test_a_wrong_key_in_a_command_is_found(tiny, capsys):
+    with pytest.raises(ConfigError, match="gama"):
+        run(["train", "sparsity=sste", "sparsity.gama=0.2"], tiny)
