@@ -34,7 +34,8 @@ class Configs(Verb):
         for group, options in catalog(args.config_dir).items():
             for i, (option, directory) in enumerate(options.items()):
                 marked = f"{option} *" if defaults.get(group) == option else option
-                origin = "configs" if directory == shipped() else str(directory)
+                inside = directory.is_relative_to(shipped())
+                origin = directory.relative_to(shipped().parent) if inside else directory
                 rows.append(["" if i else group, marked, f"{origin}/{group}/{option}.yaml"])
         console = Console()
         console.table("", rows, header=("group", "option", "from"), lines=False)

@@ -27,22 +27,29 @@ def shipped() -> Path:
 
 
 TABLES = "table"
-"""Directory of tables, which are sets of runs, see ``config.tables``."""
+"""Directory of tables, which are sets of runs, see ``studies.tables``."""
+
+PRESETS = "presets"
+"""Shipped directory with optimizers and schedules of single recipes, laid out like ``configs/``."""
 
 
 def search_path(config_dirs: Sequence[Path] = ()) -> list[Path]:
-    """Return the shipped directory, then the user's, in search order."""
+    """Return the shipped directory and its presets, then the user's, in search order.
+
+    Presets have a directory of their own, and not a subdirectory of their group: Hydra 1.4 takes
+    ``override /optim: preset/gpt2`` of a recipe for a choice in a group ``optim/preset``.
+    """
     named = [Path(d) for d in os.environ.get(ENVIRONMENT, "").split(os.pathsep) if d]
     users = dict.fromkeys(d.expanduser().resolve() for d in [*_plugin_dirs(), *named, *config_dirs])
     errors = [f"config directory {str(d)!r} does not exist" for d in users if not d.is_dir()]
-    path = list(dict.fromkeys([shipped(), *users]))
+    path = list(dict.fromkeys([shipped(), shipped() / PRESETS, *users]))
     seen: dict[str, Path] = {}
     for directory in path:
         for name in sorted(_files(directory)):
             if name not in seen:
                 seen[name] = directory
                 continue
-            owner = "the shipped" if seen[name] == path[0] else f"{seen[name]}'s"
+            owner = "the shipped" if seen[name] in path[:2] else f"{seen[name]}'s"
             errors.append(f"{directory / name}.yaml would shadow {owner} {name!r}; rename the file")
     if errors:
         raise ConfigError(errors)
@@ -50,14 +57,18 @@ def search_path(config_dirs: Sequence[Path] = ()) -> list[Path]:
 
 
 def catalog(config_dirs: Sequence[Path] = ()) -> dict[str, dict[str, Path]]:
-    """Return group -> option -> directory, sorted."""
+    """Return group -> option -> directory, sorted, with presets of recipes at the end."""
     groups: dict[str, dict[str, Path]] = {}
     for directory in search_path(config_dirs):
         for name in _files(directory):
             group, _, option = name.partition("/")
             if option and group != TABLES:
                 groups.setdefault(group, {})[option] = directory
-    return {group: dict(sorted(groups[group].items())) for group in sorted(groups)}
+    presets = shipped() / PRESETS
+    return {
+        group: dict(sorted(groups[group].items(), key=lambda item: (item[1] == presets, item[0])))
+        for group in sorted(groups)
+    }
 
 
 def _files(directory: Path) -> set[str]:
@@ -67,10 +78,11 @@ def _files(directory: Path) -> set[str]:
     are parts of others.
     """
     files = [file for depth in ("", "*/", "*/*/") for file in directory.glob(f"{depth}*.yaml")]
+    others = shipped() / PRESETS if directory == shipped() else None
     return {
         file.relative_to(directory).with_suffix("").as_posix()
         for file in files
-        if not file.name.startswith(("_", "."))
+        if not file.name.startswith(("_", ".")) and others not in file.parents
     }
 
 

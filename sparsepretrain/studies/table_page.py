@@ -138,7 +138,7 @@ def _head(results: TableResults, table: Table) -> list[str]:
         lines += [
             "These runs have another model, other data and other lengths than the paper's: its "
             "numbers are not printed here. Published numbers that were found are in "
-            "`configs/table/_published.yaml`.",
+            "`sparsepretrain/studies/published.yaml`.",
             "",
         ]
     if results.scale is None:

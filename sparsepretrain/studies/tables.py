@@ -11,13 +11,13 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from sparsepretrain.config.places import TABLES, search_path, shipped
+from sparsepretrain.config.places import TABLES, search_path
 from sparsepretrain.config.strict import build
 from sparsepretrain.errors import ConfigError, Problems, one_line
 from sparsepretrain.registry import suggestion
 
-PUBLISHED = "table/_published.yaml"
-"""File of published numbers with sources, in the shipped directory."""
+PUBLISHED = Path(__file__).with_name("published.yaml")
+"""Published numbers with their sources."""
 
 Scale = Literal["paper", "nano"]
 Term = str | list[str]
@@ -160,7 +160,7 @@ class Size:
 
 @dataclass(slots=True, kw_only=True)
 class Published:
-    """Location of one metric's published numbers in ``_published.yaml``."""
+    """Location of one metric's published numbers in ``published.yaml``."""
 
     paper: str
     table: str
@@ -438,11 +438,11 @@ def slug(label: str) -> str:
 
 @functools.cache
 def published() -> dict[tuple[str, str], dict[str, Any]]:
-    """Return (paper, table) -> entry of ``_published.yaml``: status, source, note, rows."""
+    """Return (paper, table) -> entry of ``published.yaml``: status, source, note, rows."""
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    with open(shipped() / PUBLISHED, encoding="utf-8") as stream:
+    with open(PUBLISHED, encoding="utf-8") as stream:
         entries = yaml.load(stream, Loader=loader)["tables"]
     return {(entry["paper"], str(entry["table"])): entry for entry in entries}
 
@@ -451,7 +451,7 @@ def printed(source: Published, row: str, column: str) -> dict[str, Any] | None:
     """Return the published row of a cell with ``status``, ``source`` and ``note``, or None."""
     entry = published().get((source.paper, source.table))
     if entry is None:
-        raise ConfigError(f"{PUBLISHED} has no table {source.table!r} of {source.paper!r}")
+        raise ConfigError(f"{PUBLISHED.name} has no table {source.table!r} of {source.paper!r}")
     if row not in source.rows or (source.columns and column not in source.columns):
         return None
     wanted = {**source.match, **source.columns.get(column, {}), **source.rows[row]}
