@@ -26,7 +26,7 @@ from sparsepretrain.runs import checkpoint, record
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.studies.child import start_child
 from sparsepretrain.training.launch import train_or_launch
-from sparsepretrain.training.signals import StopSignals
+from sparsepretrain.training.stopping import StopSignals
 
 POLL_SECONDS = 0.5
 """Seconds between two polls of the children and their records."""

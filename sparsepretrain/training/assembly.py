@@ -33,7 +33,7 @@ from sparsepretrain.training.observer import Probe
 from sparsepretrain.training.observers import Averaging, FlipObserver
 from sparsepretrain.training.precision import Options, compute_dtype, fp8_formats, set_numerics
 from sparsepretrain.training.recomputation import recompute_blocks
-from sparsepretrain.training.session import Session
+from sparsepretrain.training.session import Session, Setup
 from sparsepretrain.training.tracing import StepCost, step_cost
 from sparsepretrain.training.world import World
 
@@ -111,8 +111,8 @@ def build_session(
         task=task,
         model=model,
         forward_model=forward_model,
-        compiled=scope.mode,
-        cost=cost,
+        end=run.steps,
+        setup=Setup(cost=cost, compiled=scope.mode, initial_weights=initial_weights),
         sparsifier=sparsifier,
         scaler=_grad_scaler(run.precision, world.device),
         optimizer=optimizer,
@@ -124,7 +124,6 @@ def build_session(
         observers=[FlipObserver(sparsifier), *([] if ema is None else [Averaging()])],
         ema=ema,
         on_progress=console.progress,
-        initial_weights=initial_weights,
     )
     if inputs:
         sparsifier.choose_matmuls(inputs, count)

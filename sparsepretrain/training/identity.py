@@ -59,8 +59,12 @@ def run_hashes(session: Session, source: Checkpoint | None) -> dict[str, Any]:
         asked = split_requests("validation", samples, run.batch.micro, run.eval.batches)
         count = sum(len(request.positions) for request in asked)
         evaluation = _data_hash(task, [Request("validation", 0, range(count), samples)])
-    hashes = {"initial_weights": session.initial_weights, "data_order": _data_hash(task, order)}
-    return {"hashes": {**hashes, "evaluation": evaluation}}
+    hashes = {
+        "initial_weights": session.setup.initial_weights,
+        "data_order": _data_hash(task, order),
+        "evaluation": evaluation,
+    }
+    return {"hashes": hashes}
 
 
 def _data_hash(task: Task, requests: list[Request]) -> str:

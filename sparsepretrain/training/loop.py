@@ -42,17 +42,17 @@ def run_steps(
         if (
             _due(run.eval.every, session)
             and run.eval.batches != 0
-            and session.evaluated != session.step
+            and session.counters.evaluated != session.step
         ):
             metrics = evaluate(
                 session, "validation", run.eval.batches, final=session.step >= session.end
             )
             if metrics is not None:
-                session.evaluated = session.step
+                session.counters.evaluated = session.step
                 log(
                     {
                         "step": session.step,
-                        "tokens": session.tokens,
+                        "tokens": session.counters.tokens,
                         "split": "validation",
                         **metrics,
                     }
@@ -71,7 +71,7 @@ def run_steps(
         if _logs(session) or step.event:
             numbers = {"loss": step.loss, "lr": step.lr, "grad_norm": step.grad_norm}
             require_finite_weights(session.model, session.parameters, session.world, session.step)
-            line = {"step": session.step, "tokens": session.tokens, **numbers}
+            line = {"step": session.step, "tokens": session.counters.tokens, **numbers}
             for observer in session.observers:
                 line |= observer.at_log(session, per_layer=layers)
             if session.guard.skipped:
@@ -108,8 +108,9 @@ def train_step(session: Session) -> Step:
     losses = _gradients(session, batches, items)
     # A stop request travels with the losses: it costs no further collective, and every rank reads
     # it at the same step.
-    if session.own_stop is not None:
-        losses[ENDS.index(session.own_stop) - len(ENDS)] = 1.0
+    requested = session.stop.requested
+    if requested is not None:
+        losses[ENDS.index(requested) - len(ENDS)] = 1.0
     session.world.sum(losses)
     session.scaler.unscale_(session.optimizer)
     for observer in session.observers:
@@ -129,30 +130,43 @@ def train_step(session: Session) -> Step:
         norm=norm,
         judge=partial(_judge, session),
     )
-    # With reads_late this step's numbers stay on the device until the next step is launched, which
-    # then does not wait for them.
-    before, session.last = session.last, step if session.reads_late else None
-    if session.reads_late or step.read():
+    # Read late, this step's numbers stay on the device until the next step is launched, which then
+    # does not wait for them.
+    late = _reads_late(session)
+    before = session.last
+    session.last = step if late else None
+    if late or step.read():
         if run.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, run.clip, norm)
-        if session.reads_late:
+        if late:
             _step_if_finite(session.optimizer, step, before)
         else:
             session.scaler.step(session.optimizer)
     session.scaler.update()  # after an overflow: halves the scale
     session.optimizer.zero_grad(set_to_none=True)
-    session.step += 1
-    session.tokens += items
+    session.counters.step += 1
+    session.counters.tokens += items
     if before is not None:
         _read_numbers(session, before)
     # A new phase or new masks get a line of the record, so their numbers are needed now.
     changed = session.sparsifier.sparse != was_sparse or session.sparsifier.refreshed
-    if not session.reads_late or before is None or changed or _needs_numbers(session):
+    if not late or before is None or changed or _needs_numbers(session):
         _read_numbers(session, step)
     step.event = changed or not session.updated
     for observer in session.observers:
         observer.after_step(session, step)
     return step
+
+
+def _reads_late(session: Session) -> bool:
+    """Return True if loss and norm of a step are read after the optimizer step of the next one.
+
+    The optimizer then has to skip refused gradients on the device, as fused ones do for GradScaler.
+    A guard that goes on after a refused step, and the loss scale, need the numbers before the
+    optimizer runs.
+    """
+    skips = getattr(session.optimizer, "_step_supports_amp_scaling", False)
+    return skips and session.guard.rule == "stop" and not session.scaler.is_enabled()
 
 
 def _read_numbers(session: Session, step: Step) -> None:
@@ -162,7 +176,7 @@ def _read_numbers(session: Session, step: Step) -> None:
     except DivergedError:
         session.last = None  # a caller that trains on does so without the refused step
         raise
-    session.agreed = step.stop
+    session.stop.agreed = step.stop
 
 
 def _needs_numbers(session: Session) -> bool:

@@ -12,7 +12,9 @@ from sparsepretrain.training.step import Step
 class Observed(Protocol):
     """Parts of a session that every probe reads."""
 
-    step: int
+    @property
+    def step(self) -> int:
+        """Completed steps."""
 
     def log_probe(self, line: dict[str, Any], /) -> object:
         """Write a line of a probe."""

@@ -240,9 +240,9 @@ def size(number: float) -> str:
 def peak_items(session: Session) -> float | None:
     """Items per second at the dense peak of all ranks' devices; None where no peak is known."""
     peak = peak_flops(session.device, session.run.precision.name)
-    if peak is None or session.cost is None:
+    if peak is None or session.setup.cost is None:
         return None
-    return peak * session.world.size * session.cost.items / session.cost.flops
+    return peak * session.world.size * session.setup.cost.items / session.setup.cost.flops
 
 
 def duration(run: Run, device: torch.device, total: float) -> str:

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from sparsepretrain.config.schema import Run
 from sparsepretrain.data.preparation import Progress
-from sparsepretrain.errors import CheckpointError
 from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.tasks import Task
 from sparsepretrain.training.batches import TrainingBatches
@@ -20,15 +19,46 @@ from sparsepretrain.training.ema import EMA
 from sparsepretrain.training.gradients import Gradients
 from sparsepretrain.training.guard import Guard
 from sparsepretrain.training.observer import Observer
-from sparsepretrain.training.signals import StopSignals
 from sparsepretrain.training.step import Step
+from sparsepretrain.training.stopping import StopRequest
 from sparsepretrain.training.tracing import StepCost
 from sparsepretrain.training.world import World
 
 
 @dataclass
+class Counters:
+    """Counters of a run, which a checkpoint keeps."""
+
+    step: int = 0
+    """Completed steps."""
+    tokens: int = 0
+    """Items trained on so far."""
+    evaluated: int = -1
+    """Completed steps at the last evaluation."""
+    lines: int = 0
+    """Lines of the record at the last checkpoint; 0: unknown."""
+
+
+@dataclass
+class Setup:
+    """Facts about the start of a run, for its environment.json and its throughput."""
+
+    cost: StepCost | None = None
+    """Cost of a step; None: the session trains on a CPU, or not at all."""
+    compiled: str = "none"
+    """Compiled part of the model; see :class:`compilation.Scope`."""
+    initial_weights: str | None = None
+    """Hash of the weights before ``sparsify``; None: this session does not train."""
+
+
+@dataclass
 class Session:
-    """A run that is being trained or evaluated."""
+    """A run that is being trained or evaluated.
+
+    :func:`~sparsepretrain.training.assembly.build_session` makes the objects once. The functions of
+    ``loop.py`` and ``validation.py`` change what they hold, and :attr:`counters` and :attr:`last`;
+    ``session_state.py`` saves what a resume needs.
+    """
 
     run: Run
     world: World
@@ -45,34 +75,17 @@ class Session:
     guard: Guard
     observers: list[Observer[Session]]
     """Called around every step, in this order; more can be added."""
-    compiled: str = "none"
-    """Compiled part of the model; see :class:`compilation.Scope`."""
-    cost: StepCost | None = None
-    """Cost of a step; None: the session trains on a CPU, or not at all."""
-    signals: StopSignals = field(default_factory=StopSignals)
-    """This process's signal handlers, installed by ``__enter__``."""
-    agreed: int | None = None
-    """Exit code that the ranks last agreed on."""
+    end: int
+    """Completed steps after which the loop returns; schedules and windows follow ``run.steps``."""
     ema: EMA | None = None
     """Averages of the weights, which are evaluated too."""
-    on_progress: Callable[[Progress], None] | None = None
-    """Shows the progress of an evaluation."""
-    initial_weights: str | None = None
-    """Hash of the weights before ``sparsify``; None: this session does not train."""
-    step: int = 0
-    """Completed steps."""
+    setup: Setup = field(default_factory=Setup)
+    stop: StopRequest = field(default_factory=StopRequest)
+    counters: Counters = field(default_factory=Counters)
     last: Step | None = None
     """Last step, whose loss may still be on the device."""
-    tokens: int = 0
-    """Items trained on so far."""
-    evaluated: int = -1
-    """Completed steps at the last evaluation."""
-    lines: int = 0
-    """Lines of the record at the last checkpoint; 0: unknown."""
-    stop_after: int | None = None
-    """Completed steps after which the run ends early; schedules and windows do not change."""
-    save_failed: Callable[[], bool] = lambda: False
-    """True if a background save failed."""
+    on_progress: Callable[[Progress], None] | None = None
+    """Shows the progress of an evaluation."""
     log_probe: Callable[[dict[str, Any]], object] = lambda line: None
     """Writes a line of a probe."""
     parameters: list[nn.Parameter] = field(init=False)
@@ -87,36 +100,14 @@ class Session:
         return self.world.device
 
     @property
-    def own_stop(self) -> int | None:
-        """Exit code that this rank asks to stop with, after a signal or a failed save.
-
-        The error itself is raised when the next checkpoint is saved.
-        """
-        if self.signals.exit_code is None and self.save_failed():
-            return CheckpointError.exit_code
-        return self.signals.exit_code
+    def step(self) -> int:
+        """Completed steps."""
+        return self.counters.step
 
     @property
     def stopping(self) -> int | None:
         """Exit code that all ranks stop with; they agree on it, or some would wait for others."""
-        return self.own_stop if self.world.size == 1 else self.agreed
-
-    @property
-    def end(self) -> int:
-        """Completed steps after which the loop returns."""
-        steps = self.run.steps
-        return steps if self.stop_after is None else min(self.stop_after, steps)
-
-    @property
-    def reads_late(self) -> bool:
-        """True if loss and norm of a step are read after the optimizer step of the next one.
-
-        The optimizer then has to skip refused gradients on the device, as fused ones do for
-        GradScaler. A guard that goes on after a refused step, and the loss scale, need the numbers
-        before the optimizer runs.
-        """
-        skips = getattr(self.optimizer, "_step_supports_amp_scaling", False)
-        return skips and self.guard.rule == "stop" and not self.scaler.is_enabled()
+        return self.stop.requested if self.world.size == 1 else self.stop.agreed
 
     @property
     def updated(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, fields
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,11 +11,9 @@ from torch.optim import Optimizer
 
 from sparsepretrain.errors import CheckpointError, reason
 from sparsepretrain.runs.tensors import Stored
-from sparsepretrain.training.session import Session
+from sparsepretrain.training.session import Counters, Session
 from sparsepretrain.training.world import World
 
-COUNTERS = ("step", "tokens", "evaluated", "lines")
-"""Integers of a session that a checkpoint keeps."""
 STORED = ("model", "optimizer", "ema")
 """Parts of a checkpoint that are mapped, not read: each rank then reads only its rows."""
 
@@ -27,7 +26,7 @@ def state_dict(session: Session) -> dict[str, Any]:
     """
     tensors, options = _optimizer_state(session.model, session.optimizer)
     parts: dict[str, Any] = {
-        **{key: getattr(session, key) for key in COUNTERS},
+        **asdict(session.counters),
         "fingerprint": session.task.fingerprint,
         "observers": {o.name: kept for o in session.observers if (kept := o.state_dict())},
         "guard": session.guard.state_dict(),
@@ -77,8 +76,7 @@ def load_state_dict(
     for observer in session.observers:
         if observer.name in state["observers"]:
             observer.load_state_dict(state["observers"][observer.name])
-    for key in COUNTERS:
-        setattr(session, key, state[key])
+    session.counters = Counters(**{field.name: state[field.name] for field in fields(Counters)})
 
 
 def _own(session: Session, tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from sparsepretrain.training.observers import Throughput
 from sparsepretrain.training.precision import describe, tf32_note
 from sparsepretrain.training.resume import choose_checkpoint, named_checkpoint
 from sparsepretrain.training.session import Session
-from sparsepretrain.training.signals import StopSignals
+from sparsepretrain.training.stopping import StopSignals
 from sparsepretrain.training.world import World, join
 
 
@@ -93,8 +93,8 @@ def _train(
         initial = weights.find(run.init.path, console.warn) if fresh and run.init.path else None
         # before the directory is claimed: a model that cannot be built leaves no directory
         session = build_session(run, console, initial=initial, world=world)
-        session.stop_after = stop_after
-        session.signals = signals
+        session.end = end
+        session.stop.signals = signals
         # first in the list: the work of probes after a step is outside its time
         session.observers.insert(0, Throughput(plan.peak_items(session)))
         world.first(lambda: claim.enter_context(directory.claim()))
@@ -123,8 +123,8 @@ def _write_files(
     about["coverage"] = str(session.sparsifier.coverage()).splitlines()
     if chosen := session.sparsifier.backend:
         about["sparse_matmuls"] = chosen
-    if session.compiled != "none":
-        about["compiled"] = session.compiled
+    if session.setup.compiled != "none":
+        about["compiled"] = session.setup.compiled
     if session.world.size > 1:
         about["processes"] = {"parallel": session.run.parallel.name, "count": session.world.size}
     before = None if other is None else RunDirectory.of_checkpoint(other.path)
@@ -149,11 +149,11 @@ def _run(session: Session, directory: RunDirectory, console: Console, *, resumed
         if run.probe:
             probed = Record(directory.probes_file, resume_step=resume_step)
             session.log_probe = probed.write
-        if stream.record.lines < session.lines:
+        left, before = stream.record.lines, session.counters.lines
+        if left < before:
             console.warn(
-                f"{directory.record_file} has {stream.record.lines} of the {session.lines} lines "
-                f"that it had at step {session.step}: the others are lost, and what is summed up "
-                "or drawn lacks them"
+                f"{directory.record_file} has {left} of the {before} lines that it had at step "
+                f"{session.step}: the others are lost, and reports and figures lack them"
             )
         directory.note_failure("train")
 
@@ -163,7 +163,7 @@ def _run(session: Session, directory: RunDirectory, console: Console, *, resumed
 
     def save() -> None:
         if stream is not None:
-            session.lines = stream.record.lines
+            session.counters.lines = stream.record.lines
         state = session_state.state_dict(session)
         config = freeze.to_yaml(run.plain)
 
@@ -183,7 +183,7 @@ def _run(session: Session, directory: RunDirectory, console: Console, *, resumed
 
     ranks = session.world.for_thread() if session.is_sharded else ALONE
     writer = Writer(directory.checkpoints, background=run.checkpoint.background, ranks=ranks)
-    session.save_failed = lambda: writer.failed
+    session.stop.save_failed = lambda: writer.failed
     exit_code = 1
     summary = None
     try:
@@ -246,7 +246,7 @@ def _summarize(session: Session, directory: RunDirectory, proof: Proof, console:
     finite = [line for line in lines if line.get("loss") is not None]
     training = [line for line in finite if "split" not in line]
     validation = [line for line in finite if line.get("split") == "validation"]
-    rows = [("steps", f"{session.step:,}"), (session.task.unit, f"{session.tokens:,}")]
+    rows = [("steps", f"{session.step:,}"), (session.task.unit, f"{session.counters.tokens:,}")]
     if training:
         rows.append(("train loss", _course(training)))
     if validation:

@@ -52,7 +52,7 @@ def evaluate(
         if session.stopping is not None:
             return None
         observations: list[Observation] = []
-        with _gathering(session, whole=generates), eager(session.compiled):
+        with _gathering(session, whole=generates), eager(session.setup.compiled):
             for batch in _shown(session, split, own):
                 if session.stopping is not None:  # one process; several agree after the evaluation
                     return None
@@ -62,9 +62,9 @@ def evaluate(
                     )
         # A signal may reach ranks at different batches: they agree here, when all have finished.
         stops, parts = zip(
-            *session.world.gather((session.own_stop, read(observations))), strict=True
+            *session.world.gather((session.stop.requested, read(observations))), strict=True
         )
-        session.agreed = next((code for code in ENDS if code in stops), None)
+        session.stop.agreed = next((code for code in ENDS if code in stops), None)
         ranks = itertools.cycle(map(iter, parts))  # in the order of the requests
         return session.task.metrics([next(next(ranks)) for _ in requests])
 

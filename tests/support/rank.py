@@ -58,7 +58,7 @@ def compared_with_their_hash(t: Session, *_: Any, **__: Any) -> None:
     state = t.model.state_dict().items()
     whole = {k: t.world.whole(v) for k, v in state if "sparsity" not in k}
     if t.world.is_main:
-        assert identity._hash(whole.items()) == t.initial_weights
+        assert identity._hash(whole.items()) == t.setup.initial_weights
     t.world.first(lambda: None)
     os._exit(0)
 

@@ -30,7 +30,7 @@ import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 import sparsepretrain.training.trainer  # noqa: F401
 from sparsepretrain import cli
 from sparsepretrain.cli import train
-from sparsepretrain.training.signals import StopSignals
+from sparsepretrain.training.stopping import StopSignals
 
 LIMIT = 120.0
 train.illustrate = lambda *args: None  # plots take longer than the runs

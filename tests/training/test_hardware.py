@@ -49,7 +49,7 @@ def test_peak_rate_is_that_of_all_ranks(tiny, monkeypatch):
     session = tiny.build("precision=bf16")
     assert peak_items(session) is None
     monkeypatch.setattr(plan, "peak_flops", lambda device, precision: 2e12)
-    session.cost = StepCost(flops=1e6, saved=0, largest=0, items=64, blocks=1)
+    session.setup.cost = StepCost(flops=1e6, saved=0, largest=0, items=64, blocks=1)
     assert peak_items(session) == 64 * 2e6
     session.world = World(session.device, size=4)
     assert peak_items(session) == 4 * 64 * 2e6

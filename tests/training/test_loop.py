@@ -52,7 +52,7 @@ def test_loss_is_the_mean_over_all_target_tokens(tiny):
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
     values = train_step(t)
     assert values.loss == pytest.approx(expected.item(), abs=1e-6)
-    assert values.items == 4 * 16 and t.tokens == 64 and t.step == 1
+    assert values.items == 4 * 16 and t.counters.tokens == 64 and t.step == 1
 
 
 def test_clip_limits_the_update_and_records_the_unclipped_norm(tiny):
@@ -195,9 +195,9 @@ def test_nan_in_a_pruned_weight_stops_the_run(tiny, monkeypatch, method, line):
 
 def test_signal_in_a_step_is_agreed_on_with_its_losses(tiny):
     t, undisturbed = tiny.build(), tiny.build()
-    t.signals.exit_code = 143
+    t.stop.signals.exit_code = 143
     assert train_step(t).loss == train_step(undisturbed).loss
-    assert (t.agreed, undisturbed.agreed) == (143, None)
+    assert (t.stop.agreed, undisturbed.stop.agreed) == (143, None)
 
 
 def test_guard_names_the_layer_of_a_nan(tiny):
@@ -277,7 +277,7 @@ def test_evaluation_leaves_the_session_unchanged(tiny):
 
     def everything():
         states = [part.state_dict() for part in (t.model, t.optimizer, t.sparsifier)]
-        return copy.deepcopy([*states, torch.get_rng_state(), t.step, t.tokens])
+        return copy.deepcopy([*states, torch.get_rng_state(), t.step, t.counters.tokens])
 
     before, flips = everything(), t.sparsifier.metrics(per_layer=True)
     first = evaluate(t, "validation", 1, final=False)
@@ -297,7 +297,7 @@ def test_evaluations_do_not_change_training(tiny):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("mode", ["true", "blocks"])
+@pytest.mark.parametrize("mode", ["model", "blocks"])
 def test_compiled_losses_equal_eager_ones(tiny, method, mode):
     changes = (f"sparsity={method}", "batch.micro=2", "model.n_layer=2")
     eager = losses(tiny, *changes)

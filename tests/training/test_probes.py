@@ -17,6 +17,7 @@ from sparsepretrain.training.probes.estimator import (
     gradients,
     health,
 )
+from sparsepretrain.training.session import Setup
 from support.tiny_runs import assert_equal_bits, final_state, interrupted, metrics
 
 EVERY = tuple(f"probe.{n}.every=2" for n in ("descent", "scale", "lifetime", "estimator"))
@@ -227,6 +228,6 @@ def test_sdgp_estimator_reports_bias_without_variance(tiny):
 
 
 def test_estimator_probe_refuses_compiled_runs():
-    session = SimpleNamespace(compiled="blocks")
+    session = SimpleNamespace(setup=Setup(compiled="blocks"))
     with pytest.raises(ConfigError, match="compile=none"):
         Estimator(EstimatorOptions(), session)

@@ -42,10 +42,11 @@ class Estimator(Probe["Session"]):
 
     def __init__(self, options: EstimatorOptions, session: Session) -> None:
         super().__init__(options, session)
-        if session.compiled != "none":
+        compiled = session.setup.compiled
+        if compiled != "none":
             raise ConfigError(
-                f"compile: expected none with probe.estimator, got {session.compiled}. A compiled "
-                "graph runs no hooks of layers: set compile=none or leave out the probe"
+                f"compile: expected none with probe.estimator, got {compiled}. A compiled graph "
+                "runs no hooks of layers: set compile=none or leave out the probe"
             )
         self._hook: Any = None
         self._name = ""
