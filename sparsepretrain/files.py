@@ -23,9 +23,9 @@ def is_plain_name(text: str) -> bool:
 
 def cache_directory() -> Path:
     """Return ``$SPARSEPRETRAIN_CACHE_DIR``, or ``sparsepretrain`` in the user's cache directory."""
-    own = os.environ.get("SPARSEPRETRAIN_CACHE_DIR")
-    if own:
-        return Path(own).expanduser().absolute()
+    directory = os.environ.get("SPARSEPRETRAIN_CACHE_DIR")
+    if directory:
+        return Path(directory).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base, "sparsepretrain")
 

@@ -16,14 +16,14 @@ def present_device() -> torch.device:
 
 def machine() -> list[tuple[str, str]]:
     """Return versions and devices, as rows."""
-    found = environment(present_device())
-    packages = found["packages"]
-    hardware = found["hardware"]
-    commit = f", commit {found['commit']}" if found["commit"] else ""
+    facts = environment(present_device())
+    packages = facts["packages"]
+    hardware = facts["hardware"]
+    commit = f", commit {facts['commit']}" if facts["commit"] else ""
     slow = slow_version(present_device())
     rows = [
-        ("sparsepretrain", f"{found['sparsepretrain']}{commit}"),
-        ("Python", f"{found['python']}, {found['platform']}"),
+        ("sparsepretrain", f"{facts['sparsepretrain']}{commit}"),
+        ("Python", f"{facts['python']}, {facts['platform']}"),
         ("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"),
         ("triton", packages.get("triton", "none: kernels are those of PyTorch")),
         ("cuSPARSELt", slow.removeprefix("cuSPARSELt ") if slow else version()),

@@ -50,9 +50,9 @@ class ConfiguredVerb(Verb):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add ``overrides`` and ``config_dir``."""
         keys = fields(self.settings) if self.settings else ()
-        own = "; also " + " ".join(f"{f.name}={f.default}" for f in keys) if keys else ""
+        settings = "; also " + " ".join(f"{f.name}={f.default}" for f in keys) if keys else ""
         parser.add_argument(
-            "overrides", nargs="*", metavar="KEY=VALUE", help=f"group=option or key=value{own}"
+            "overrides", nargs="*", metavar="KEY=VALUE", help=f"group=option or key=value{settings}"
         )
         add_config_dir(parser)
 

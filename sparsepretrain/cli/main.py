@@ -176,9 +176,9 @@ def _load_plugins(words: list[str]) -> list[str]:
 
 def _help() -> str:
     names = sorted(registry.names("verb"), key=lambda name: (*ORDER, name).index(name))
-    found = {name: _verb(name) for name in names}
-    width = max(map(len, found)) + 2
-    lines = [f"  {name:<{width}}{verb.summary}" for name, verb in found.items()]
+    verbs = {name: _verb(name) for name in names}
+    width = max(map(len, verbs)) + 2
+    lines = [f"  {name:<{width}}{verb.summary}" for name, verb in verbs.items()]
     return HELP.format(verbs="\n".join(lines))
 
 

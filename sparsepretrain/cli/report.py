@@ -33,15 +33,15 @@ class Report(Verb):
         from sparsepretrain.studies.report import report_table
         from sparsepretrain.studies.tables import names
 
-        name, *others = args.words
+        name, *overrides = args.words
         if name not in names(args.config_dir):
             if args.scale or args.seeds or args.record or args.from_record:
                 raise UsageError(f"{name} is not a table: leave out the flags of tables")
             written = report([*map(Path, args.words)], args.out, page=True)
         else:
-            if wrong := [word for word in others if "=" not in word]:
+            if wrong := [word for word in overrides if "=" not in word]:
                 raise UsageError(f"{wrong[0]!r} after the table {name}: give KEY=VALUE")
-            asked = Selection(args.seeds, overrides=others, config_dirs=args.config_dir)
+            asked = Selection(args.seeds, overrides=overrides, config_dirs=args.config_dir)
             written = report_table(
                 name, args.out, args.scale, asked, record=args.record, from_record=args.from_record
             )

@@ -37,22 +37,22 @@ class StudyVerb(ConfiguredVerb):
         text = "print a shell line per cell, for any scheduler, and stop"
         parser.add_argument("--commands", action="store_true", help=text)
 
-    def start(self, args: argparse.Namespace, found: Sequence[Part], report: str) -> int:
+    def start(self, args: argparse.Namespace, parts: Sequence[Part], report: str) -> int:
         """Act on the cells as the flags say; ``report``: words after ``report``, or empty."""
         from sparsepretrain.console import Console
         from sparsepretrain.studies import overview, reproduce
 
         console = Console()
         if args.dry_run:
-            overview.show_plan(reproduce.check(found, console, prepared=False), console)
+            overview.show_plan(reproduce.check(parts, console, prepared=False), console)
             return 0
         # commands may be for another machine: no check, only lines are printed
         if args.commands:
-            print(*reproduce.commands(found), sep="\n")
+            print(*reproduce.commands(parts), sep="\n")
             return 0
-        found = reproduce.check(found, console)
+        parts = reproduce.check(parts, console)
         try:
-            reproduce.run_parts(found, console, jobs=args.jobs)
+            reproduce.run_parts(parts, console, jobs=args.jobs)
         finally:
             if report:
                 console.info(f"sparsepretrain report {report}")

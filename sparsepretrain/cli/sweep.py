@@ -34,5 +34,5 @@ class Sweep(StudyVerb):
         if not is_plain_name(args.name):
             raise ConfigError(f"--name must be a plain directory name, got {args.name!r}")
         axes = sweep.read_axes(args.overrides)
-        found = axes.part(args.name, args.stop_after, args.config_dir)
-        return self.start(args, [found], shell_line([found.cells[0].run.runs_dir]))
+        part = axes.part(args.name, args.stop_after, args.config_dir)
+        return self.start(args, [part], shell_line([part.cells[0].run.runs_dir]))

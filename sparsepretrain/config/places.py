@@ -78,20 +78,20 @@ def _files(directory: Path) -> set[str]:
     are parts of others.
     """
     files = [file for depth in ("", "*/", "*/*/") for file in directory.glob(f"{depth}*.yaml")]
-    others = shipped() / PRESETS if directory == shipped() else None
+    presets = shipped() / PRESETS if directory == shipped() else None
     return {
         file.relative_to(directory).with_suffix("").as_posix()
         for file in files
-        if not file.name.startswith(("_", ".")) and others not in file.parents
+        if not file.name.startswith(("_", ".")) and presets not in file.parents
     }
 
 
 def _plugin_dirs() -> list[Path]:
     """Return ``configs/`` next to the module of each installed plug-in."""
-    found = []
+    directories = []
     for entry in entry_points(group="sparsepretrain.plugins"):
         with contextlib.suppress(ImportError):  # validate reports it when loading the plug-in
             spec = importlib.util.find_spec(entry.module)
             if spec is not None and spec.origin is not None:
-                found.append(Path(spec.origin).parent / "configs")
-    return [directory for directory in found if directory.is_dir()]
+                directories.append(Path(spec.origin).parent / "configs")
+    return [directory for directory in directories if directory.is_dir()]

@@ -170,10 +170,10 @@ def windows(
                 f"task.documents: the tokenizer of {data.name} has no end-of-text token, which "
                 "separates documents; choose another data.tokenizer, or task.documents=false"
             )
-        found = Documents(tokens, data.bounds[split], length, seed)
-        if not found.count:
+        windows_of_documents = Documents(tokens, data.bounds[split], length, seed)
+        if not windows_of_documents.count:
             raise DataError(f"task.documents: the {split} split of {data.name} has no documents")
-        return found
+        return windows_of_documents
     if len(tokens) <= length:
         raise DataError(
             f"{data.directory / split}.bin has {len(tokens)} tokens, but a sequence of "

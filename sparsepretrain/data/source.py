@@ -214,9 +214,9 @@ class PairSource(Source):
 
     def shards(self) -> list[Shard]:
         return [
-            replace(shard, items=tuple(found[slice(*shard.items)]))
-            for split, found in self.pairs().items()
-            for shard in ranges(split, len(found), SHARD_PAIRS)
+            replace(shard, items=tuple(pairs[slice(*shard.items)]))
+            for split, pairs in self.pairs().items()
+            for shard in ranges(split, len(pairs), SHARD_PAIRS)
         ]
 
     def documents(self, shard: Shard) -> Iterator[Document]:

@@ -139,9 +139,9 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
     file = directory / MANIFEST
     try:
         manifest = read_json(file)
-        whole = manifest["fingerprint"] == fingerprint(manifest["dtype"], manifest["sha256"])
+        is_whole = manifest["fingerprint"] == fingerprint(manifest["dtype"], manifest["sha256"])
     except (OSError, ValueError, KeyError):
-        whole = False
-    if not whole:
+        is_whole = False
+    if not is_whole:
         raise Damaged(directory, f"{file} is missing or damaged")
     return manifest

@@ -80,10 +80,10 @@ def run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     if hasattr(model, "_recipe"):  # a head of this package
         tokens = inputs["input_ids"]
         return model(tokens, torch.ones_like(tokens, dtype=torch.bool)).float()
-    found = model(**inputs)
-    if hasattr(found, "start_logits"):
-        return torch.stack([found.start_logits, found.end_logits], -1).float()
-    return getattr(found, "logits", found).float()
+    output = model(**inputs)
+    if hasattr(output, "start_logits"):
+        return torch.stack([output.start_logits, output.end_logits], -1).float()
+    return getattr(output, "logits", output).float()
 
 
 def _small_batch(task: Task) -> dict[str, Tensor]:

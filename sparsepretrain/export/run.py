@@ -84,8 +84,8 @@ def _place(source: WeightSource, out: Path | None) -> Path:
         if source.run is None:
             raise ConfigError(f"{source.path} does not lie in a run directory: give --out DIR")
         out = source.run.exports / "hf"
-    own = (out / semi_structured.ABOUT).is_file()
-    if out.exists() and not own and not (out.is_dir() and not any(out.iterdir())):
+    is_export = (out / semi_structured.ABOUT).is_file()
+    if out.exists() and not is_export and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"{out} exists and is no export: choose another --out")
     return out
 

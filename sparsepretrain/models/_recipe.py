@@ -122,8 +122,8 @@ class Headable(Recipe):
     @staticmethod
     def encode(model: nn.Module, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Return hidden states (batch, length, n_embd); the mask is 0 at padding."""
-        found = next(model.children())(tokens, attention_mask=attention_mask)
-        return getattr(found, "last_hidden_state", found)
+        output = next(model.children())(tokens, attention_mask=attention_mask)
+        return getattr(output, "last_hidden_state", output)
 
     @staticmethod
     def logits(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -36,11 +36,11 @@ def of_runs(paired: Paired) -> dict[str, Figure]:
         return {name: c for name, at in about.items() if (c := run.curve(*at, points=None))}
 
     def grouped(*, minus: bool) -> Pairs:
-        found: dict[str, list[tuple[Curves, Curves | None]]] = {name: [] for name in paired.names}
+        panels: dict[str, list[tuple[Curves, Curves | None]]] = {name: [] for name in paired.names}
         for name, run, partner in zip(paired.names, runs, paired.partners, strict=True):
             if partner is not None or not minus:
-                found[name].append((curves(run), curves(partner) if partner and minus else None))
-        return found
+                panels[name].append((curves(run), curves(partner) if partner and minus else None))
+        return panels
 
     labels = {name: name for name in shown}
     reference = paired.reference
@@ -68,9 +68,9 @@ def difference_figure(
     ``panels`` and, in each, ``keys`` (key of a curve -> label) are side by side. ``every``: steps
     between two compared masks, by label; empty: no flip rates.
     """
-    runs = [own for pairs in panels.values() for seeds in pairs.values() for own, _ in seeds]
+    runs = [run for pairs in panels.values() for seeds in pairs.values() for run, _ in seeds]
     panels = {title: pairs for title, pairs in panels.items() if any(pairs.values())}
-    keys = {key: label for key, label in keys.items() if any(key in own for own in runs)}
+    keys = {key: label for key, label in keys.items() if any(key in run for run in runs)}
     if not panels or not keys:
         return None
     upper = [(title, pairs, key) for title, pairs in panels.items() for key in keys]
@@ -105,7 +105,7 @@ def difference_figure(
         plots.flip_axis(axes, every.values())
         for label, seeds in pairs.items():
             style = styles[label] | {"marker": None, "label": label}
-            draw_band(axes, [own.get("flip_rate") for own, _ in seeds], style)
+            draw_band(axes, [run.get("flip_rate") for run, _ in seeds], style)
         axes.set_ylabel(axes.get_ylabel() if not at else "")
         axes.set_xlabel(unit)
         axes.set_xlim(grid[at * len(keys)].get_xlim())
@@ -141,11 +141,11 @@ def band(curves: Sequence[Curve | None]) -> tuple[np.ndarray, np.ndarray, np.nda
     return x, np.array([d.mean for d in columns]), low, high
 
 
-def _minus(own: Curves, partner: Curves | None, key: str) -> Curve | None:
+def _minus(run: Curves, partner: Curves | None, key: str) -> Curve | None:
     """Subtract the partner's curve at common points after the start; None if one is missing."""
-    if partner is None or key not in own or key not in partner:
-        return own.get(key) if partner is None else None
-    curve = own[key]
+    if partner is None or key not in run or key not in partner:
+        return run.get(key) if partner is None else None
+    curve = run[key]
     other = partner[key]
     at = dict(zip(*other, strict=True))
     both = [(x, y, at.get(x)) for x, y in zip(*curve, strict=True)]

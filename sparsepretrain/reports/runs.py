@@ -268,10 +268,10 @@ class Paired:
 
     def seeds(self) -> dict[str, list[RunData]]:
         """Return name -> runs."""
-        found: dict[str, list[RunData]] = {name: [] for name in self.names}
+        runs: dict[str, list[RunData]] = {name: [] for name in self.names}
         for name, run in zip(self.names, self.runs, strict=True):
-            found[name].append(run)
-        return found
+            runs[name].append(run)
+        return runs
 
     @property
     def has_pairs(self) -> bool:

@@ -126,10 +126,10 @@ class Checkpoint:
         from safetensors import SafetensorError
 
         try:
-            found = tensors.read(
+            shards = tensors.read(
                 self.path / file for file in _files(name, self._manifest["sha256"])
             )
-            values = {key: stored[...].clone() for key, stored in found.items()} if copy else found
+            values = {key: t[...].clone() for key, t in shards.items()} if copy else shards
             return tensors.join(part, values)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             where = self.path / SHARD.format(0, name)
@@ -218,17 +218,17 @@ def save(
 
     def write() -> dict[str, str]:
         for name, part in parts.items():
-            plain[name], found, firsts = tensors.split(part, name)
-            if found:
-                tensors.write(stage / SHARD.format(ranks.rank, name), found, firsts)
+            plain[name], values, firsts = tensors.split(part, name)
+            if values:
+                tensors.write(stage / SHARD.format(ranks.rank, name), values, firsts)
         return {file.name: _flushed(file) for file in stage.glob(SHARD.format(ranks.rank, "*"))}
 
     def finish() -> None:
         if ranks.rank:
             return
         _write_json(stage / STATE, plain)
-        own = {name: _flushed(stage / name) for name in (CONFIG, STATE)}
-        sums = {name: value for part in (own, *written) for name, value in part.items()}
+        sums_of_files = {name: _flushed(stage / name) for name in (CONFIG, STATE)}
+        sums = {name: value for part in (sums_of_files, *written) for name, value in part.items()}
         manifest = {"format": FORMAT, "step": step, "sha256": dict(sorted(sums.items()))}
         _write_json(stage / MANIFEST, manifest)
         # Flush the files before the rename, and the parent directory after it: a file system may

@@ -181,12 +181,12 @@ class RunDirectory:
 
     def note_failure(self, what: str, exit_code: int = 0, error: str = "") -> None:
         """Record the failure of stage ``what``, or its success if the exit code is 0."""
-        found = {key: entry for key, entry in self.failures().items() if key != what}
+        failures = {key: entry for key, entry in self.failures().items() if key != what}
         if exit_code:
-            found[what] = {"exit_code": exit_code, "error": error}
+            failures[what] = {"exit_code": exit_code, "error": error}
         with contextlib.suppress(OSError):
-            if found:
-                write_atomic(self.failures_file, json.dumps(found, ensure_ascii=False) + "\n")
+            if failures:
+                write_atomic(self.failures_file, json.dumps(failures, ensure_ascii=False) + "\n")
             else:
                 self.failures_file.unlink(missing_ok=True)
 
@@ -227,14 +227,14 @@ class RunDirectory:
         """
         seed = self.path.name.rpartition("-s")[2]
         parent = self.path.parent.with_name(f"{self.path.parent.name}--{stage}")
-        found: dict[str, RunDirectory] = {}
+        runs: dict[str, RunDirectory] = {}
         for run in map(RunDirectory, sorted(parent.glob(f"*-s{seed}"))):
             if run.config_file.is_file():
                 # init.path ends with <hash8>-s<seed>/checkpoints/step_<N>
                 *_, source, _, step = ("", "", *Path(str(run.config()["init"]["path"])).parts)
                 if source == self.path.name:
-                    found[step] = run
-        return found[max(found)] if found else None
+                    runs[step] = run
+        return runs[max(runs)] if runs else None
 
     def evaluation(
         self, split: str | None, overrides: Sequence[str] = (), average: int = 1
@@ -263,10 +263,10 @@ class RunDirectory:
         A filter of the harness other than ``none`` follows the metric after a comma.
         """
         file = self.harness_file(step, stage)
-        found = sorted(file.parent.glob(f"{file.stem}_2*.json"))  # a date follows the stage
-        if not found:
+        files = sorted(file.parent.glob(f"{file.stem}_2*.json"))  # a date follows the stage
+        if not files:
             return None
-        tasks = read_json(found[-1]).get("results", {})
+        tasks = read_json(files[-1]).get("results", {})
         return {
             f"{task}/{key.removesuffix(',none')}": float(value)
             for task, values in tasks.items()
@@ -315,7 +315,7 @@ def similar_directory(path: Path) -> str:
 
 def find_runs(paths: Sequence[Path]) -> list[RunDirectory]:
     """Return the distinct run directories at or below ``paths``; warn of other paths."""
-    found: dict[RunDirectory, None] = {}
+    runs: dict[RunDirectory, None] = {}
     problems = []
     name = RunDirectory.record_file.name
     for path in map(Path, paths):
@@ -334,12 +334,12 @@ def find_runs(paths: Sequence[Path]) -> list[RunDirectory]:
             elif len(paths) > 1 and not run.record_file.stat().st_size:
                 problems.append(f"{run.record_file} has no records yet")
             else:
-                found[run] = None
-    if problems and not found:
+                runs[run] = None
+    if problems and not runs:
         raise ConfigError(problems)
     for problem in problems:
         warnings.warn(f"left out: {problem}", SparsePretrainWarning, stacklevel=2)
-    return list(found)
+    return list(runs)
 
 
 def _remove_empty(directories: Sequence[Path]) -> None:

@@ -39,18 +39,18 @@ class Record:
         self.path = file
         self._last: dict[tuple[Any, ...], int] = {}
         before = 0.0  # seconds of training before a resume
-        kept = io.StringIO()  # parsed lines would take ten times the memory
+        text = io.StringIO()  # parsed lines would take ten times the memory
         self.lines = 0
         """Number of lines in the file."""
         for line in _lines(file) if resume_step is not None and file.exists() else ():
             if line["step"] <= resume_step:
-                kept.write(_dump(line))
+                text.write(_dump(line))
                 self.lines += 1
                 self._last[_stream(line)] = line["step"]
                 before = max(before, line.get("time") or 0.0)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(self.path, kept.getvalue())
+            write_atomic(self.path, text.getvalue())
             # unbuffered: kill -9 tears at most the last line
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
         except OSError as error:

@@ -50,7 +50,7 @@ class Stored:
 
     def __getitem__(self, rows: slice | EllipsisType) -> Tensor:
         if rows is ...:
-            found = list(self._pieces.values())
+            pieces = list(self._pieces.values())
         else:
             start, stop, _ = rows.indices(self.shape[0])
             cut = {
@@ -58,10 +58,10 @@ class Stored:
                 for first, piece in self._pieces.items()
             }
             # an empty slice still needs dtype and trailing dimensions
-            found = [piece for piece in cut.values() if len(piece)] or [cut[0]]
-        if len(found) == 1:
-            return found[0]
-        return torch.cat(found)
+            pieces = [piece for piece in cut.values() if len(piece)] or [cut[0]]
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.cat(pieces)
 
 
 def write(file: Path, tensors: Mapping[str, Tensor], firsts: Mapping[str, int]) -> None:
@@ -93,7 +93,7 @@ def read(files: Iterable[Path]) -> dict[str, Stored]:
             for name in list(opened.keys()):
                 first = (starts[name]["saved_offsets"] or [0])[0] if starts else 0
                 pieces.setdefault(name, {})[first] = opened.get_tensor(name)
-    return {name: Stored(own) for name, own in pieces.items()}
+    return {name: Stored(shards) for name, shards in pieces.items()}
 
 
 def split(part: Any, name: str) -> tuple[Any, dict[str, Tensor], dict[str, int]]:
@@ -126,9 +126,9 @@ def split(part: Any, name: str) -> tuple[Any, dict[str, Tensor], dict[str, int]]
         if isinstance(value, float):
             return value if math.isfinite(value) else {"$float": str(value)}
         if isinstance(value, RowSlice):
-            found = add(value.tensor, path)
-            firsts[found] = value.first
-            return {"$tensor": found}
+            name = add(value.tensor, path)
+            firsts[name] = value.first
+            return {"$tensor": name}
         if isinstance(value, Tensor):
             return {"$tensor": add(value, path)}
         if isinstance(value, list | tuple):

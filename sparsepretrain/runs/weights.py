@@ -97,23 +97,23 @@ def _last(
     run: RunDirectory, newest: Checkpoint, count: int, warn: Callable[[str], None]
 ) -> tuple[Checkpoint, ...]:
     """Return ``newest`` and the ``count - 1`` intact checkpoints before it, in order of steps."""
-    found = [newest]
+    chosen = [newest]
     earlier = {k: path for k, path in checkpoint.saved(run.checkpoints).items() if k < newest.step}
     for step in sorted(earlier, reverse=True):
-        if len(found) == count:
+        if len(chosen) == count:
             break
         candidate = Checkpoint(earlier[step])
         if (problem := candidate.problem(("model",))) is None:
-            found.append(candidate)
+            chosen.append(candidate)
         else:
             warn(f"checkpoint {candidate} is damaged ({problem}); the average leaves it out")
-    if len(found) < count:
+    if len(chosen) < count:
         raise CheckpointError(
             f"average={count}: expected {count} whole checkpoints up to step {newest.step}, got "
-            f"{len(found)} in {run.checkpoints}: lower average, or train with "
+            f"{len(chosen)} in {run.checkpoints}: lower average, or train with "
             f"checkpoint.keep_last={count} and a checkpoint.every that saves as many"
         )
-    return tuple(reversed(found))
+    return tuple(reversed(chosen))
 
 
 def _find(path: str | Path, warn: Callable[[str], None]) -> WeightSource:
@@ -121,19 +121,19 @@ def _find(path: str | Path, warn: Callable[[str], None]) -> WeightSource:
     directory = Path(path).expanduser()
     if (directory / HF_CONFIG).is_file():
         return WeightSource(directory)
-    own = RunDirectory(directory).checkpoints
+    saved = RunDirectory(directory).checkpoints
     files = (checkpoint.MANIFEST, checkpoint.STATE)
     if any((directory / name).is_file() for name in files):
-        found = Checkpoint(directory)
-        found.require(EVALUATED)
-    elif own.is_dir():
-        newest = checkpoint.newest_valid(own, warn, EVALUATED)
+        chosen = Checkpoint(directory)
+        chosen.require(EVALUATED)
+    elif saved.is_dir():
+        newest = checkpoint.newest_valid(saved, warn, EVALUATED)
         if newest is None:
             raise CheckpointError(f"{directory}: there is no whole checkpoint in it")
-        found = newest
+        chosen = newest
     elif directory.exists():
         raise CheckpointError(
-            f"{directory} is neither a run directory nor a checkpoint: it has no {own.name}/, no "
+            f"{directory} is neither a run directory nor a checkpoint: it has no {saved.name}/, no "
             f"{checkpoint.MANIFEST} and no {HF_CONFIG}"
         )
     else:
@@ -144,7 +144,7 @@ def _find(path: str | Path, warn: Callable[[str], None]) -> WeightSource:
             raise CheckpointError(f"{name}: there is no such directory{hint}")
         _require_on_hub(name)
         return WeightSource(name)
-    return WeightSource(found.path, found, found.config())
+    return WeightSource(chosen.path, chosen, chosen.config())
 
 
 def _require_on_hub(repository: str) -> None:

@@ -63,14 +63,14 @@ class Coverage:
     @property
     def chosen(self) -> str:
         """Return the number of sparse matmuls among those with an N:M operand, or why it is 0."""
-        found = Counter(why for layer in self.layers for why in layer.emulated.values())
-        count = found.total()
-        sparse = found.pop("", 0)
+        reasons = Counter(why for layer in self.layers for why in layer.emulated.values())
+        count = reasons.total()
+        sparse = reasons.pop("", 0)
         policy = f"sparse_matmuls={self.sparse_matmuls}"
-        if sparse or not found:
+        if sparse or not reasons:
             library = f", cuSPARSELt {version()}" if sparse else ""
             return f"{policy}: {sparse} of {count} matmuls are sparse{library}"
-        ((why, _),) = found.most_common(1)
+        ((why, _),) = reasons.most_common(1)
         return f"{policy}: all matmuls are emulated: {why}"
 
     def __str__(self) -> str:
@@ -121,9 +121,9 @@ def _in_columns(rows: list[list[str]]) -> list[str]:
     return ["  ".join(cells).rstrip() for cells in aligned]
 
 
-def padding_lines(found: Counter[tuple[str, str]]) -> list[str]:
+def padding_lines(counts: Counter[tuple[str, str]]) -> list[str]:
     """Return a line for each pair of a matmul and its padded features; values count layers."""
-    return [f"{matmul} of {_layers(n)}: {features}" for (matmul, features), n in found.items()]
+    return [f"{matmul} of {_layers(n)}: {features}" for (matmul, features), n in counts.items()]
 
 
 def _layers(count: int) -> str:
@@ -192,8 +192,8 @@ def count_weights(root: nn.Module) -> Census:
         elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
             census.embeddings[name] = module.weight
         else:
-            found = dense_weights(module).items()
-            census.others.update({".".join(filter(None, (name, k))): w for k, w in found})
+            weights = dense_weights(module).items()
+            census.others.update({".".join(filter(None, (name, k))): w for k, w in weights})
     return census
 
 
@@ -216,10 +216,10 @@ def collapsed(rows: list[list[str]]) -> list[list[str]]:
             if places:
                 index, parts[places[-1]] = [int(parts[places[-1]])], "#"
             result.setdefault((".".join(parts), *cells), []).extend(index)
-    for (name, *cells), found in result.items():
-        whole = len(found) > 1 and found == [*range(found[0], found[-1] + 1)]
-        span = f"{found[0]}–{found[-1]}" if whole else ",".join(map(str, found))
-        times = f"  ×{len(found)}" if len(found) > 1 else ""
+    for (name, *cells), indices in result.items():
+        is_range = len(indices) > 1 and indices == [*range(indices[0], indices[-1] + 1)]
+        span = f"{indices[0]}–{indices[-1]}" if is_range else ",".join(map(str, indices))
+        times = f"  ×{len(indices)}" if len(indices) > 1 else ""
         lines.append([name.replace("#", span) + times, *cells])
     return lines
 
@@ -268,20 +268,20 @@ def prove(layers: dict[str, SparseLayer], state: ModelState) -> Proof:
     (n, m), phase = state.method.pattern, state.method.phase
     why = "" if phase.evaluation else phase.reason
     proof = Proof(pattern=f"{n}:{m}", sparse=False, why_dense=why)
-    found = {}
+    counts = {}
     for name, layer in layers.items():
         weight = layer.operands.project(layer.weight).forward
         if weight is None:
             continue
         weight = layer.operands.rows.gather(weight)
         holds = nm_holds(weight, n, m, layer.sparsity.dim)
-        found[name] = torch.stack([holds.long(), (weight == 0).sum()])
+        counts[name] = torch.stack([holds.long(), (weight == 0).sum()])
         proof.groups += weight.numel() // m
         proof.entries += weight.numel()
-    if found:
+    if counts:
         proof.sparse = True
         proof.multiplied = count_weights(state.root).multiplied
-        rows = dict(zip(found, torch.stack([*found.values()]).tolist(), strict=True))
+        rows = dict(zip(counts, torch.stack([*counts.values()]).tolist(), strict=True))
         proof.violations = tuple(name for name, (right, _) in rows.items() if not right)
         proof.zeros = sum(zeros for _, zeros in rows.values())
     return proof

@@ -34,12 +34,12 @@ def measure(
     rows = []
     own_rows = next(iter(layers.values())).operands.rows
     for layer in layers.values():
-        own = layer.operands
+        operands = layer.operands
         dim = layer.sparsity.dim
-        forward = own.project(layer.weight).forward if method.phase.training else None
-        stored = own.rows.local(layer.weight).detach()
+        forward = operands.project(layer.weight).forward if method.phase.training else None
+        stored = operands.rows.local(layer.weight).detach()
         used = stored if forward is None else forward
-        weight = own.rows.complete(stored, method.options.m if dim == 0 else 1)
+        weight = operands.rows.complete(stored, method.options.m if dim == 0 else 1)
         dropped, kept = boundary_magnitudes(weight, *method.pattern, dim=dim)
         gap = (kept - dropped).sum(dtype=torch.float64)
         sizes = [gap.new_full((), part.numel()) for part in (stored, dropped)]  # no copy

@@ -74,8 +74,8 @@ def select_layers(model: nn.Module, patterns: list[str], exclude: Sequence[str])
         text = f": weights that match cannot be sparse {SUPPORTED}: {_listed(dense.values())}"
         problems.append(("targets", f"{text}; leave them out, such as exclude=[{globs}]"))
     for pattern in patterns:
-        if pattern not in matched and (found := _parameters_like(model, pattern)):
-            text = f": {pattern!r} matches {_listed(found)}, which cannot be sparse {SUPPORTED}"
+        if pattern not in matched and (tensors := _parameters_like(model, pattern)):
+            text = f": {pattern!r} matches {_listed(tensors)}, which cannot be sparse {SUPPORTED}"
             problems.append(("targets", text))
         elif pattern not in matched:
             known = [k for k, v in model.named_modules() if sparse_class(type(v)) is not None]
@@ -115,13 +115,13 @@ def _listed(texts: Iterable[str]) -> str:
 
 def _parameters_like(model: nn.Module, pattern: str) -> list[str]:
     """Parameters of two or more dimensions, in no linear layer, whose names match a glob."""
-    found = []
+    parameters = []
     for name, module in model.named_modules():
         if layer_family(type(module)) is None:
             kept = dense_weights(module).items()
             like = {k: w for k, w in kept if fnmatchcase(f".{name}.{k}", pattern)}
-            found += [_described(name, module, like)] if like else []
-    return found
+            parameters += [_described(name, module, like)] if like else []
+    return parameters
 
 
 def check_shapes(layers: dict[str, Any], method: Method) -> None:
@@ -147,10 +147,10 @@ def check_shapes(layers: dict[str, Any], method: Method) -> None:
             if size % multiple:
                 problem = f"{axis}_{kind} = {size} is not a multiple of {multiple}"
                 odd["m" if multiple == m else "", f"{problem}; change the width"].append(name)
-        own = method.options.name
+        method_name = method.options.name
         if layer_kind not in method.layer_kinds:
             known = ", ".join(method.layer_kinds)
-            odd["", f"{own} supports {known}, not {layer_kind}"].append(name)
+            odd["", f"{method_name} supports {known}, not {layer_kind}"].append(name)
     for (key, problem), names in odd.items():
         shown = ", ".join(map(repr, names[:3]))
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -264,8 +264,8 @@ class Sparsifier:
         self._state.sync()
         masks = {}
         for name, layer in self.layers.items():
-            own = layer.operands
-            masks[name] = own.rows.gather(own.bool_mask(layer.weight)).clone()
+            operands = layer.operands
+            masks[name] = operands.rows.gather(operands.bool_mask(layer.weight)).clone()
         return masks
 
     def metrics(self, *, per_layer: bool = False) -> dict[str, float]:

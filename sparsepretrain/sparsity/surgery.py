@@ -160,17 +160,17 @@ def sparsify_with(
     for index, (name, layer) in enumerate(layers.items(), first):
         replacement = replacement_of(layer)
         weight = layer.weight.detach()
-        own = LayerState(state.clock, name, index, weight, replacement.in_dim)
+        layer_state = LayerState(state.clock, name, index, weight, replacement.in_dim)
         with torch.no_grad():
-            own.add_tensors(method.initial_state(widen(weight), own))
+            layer_state.add_tensors(method.initial_state(widen(weight), layer_state))
             if method.schedule.start == 0:
-                method.update_(weight, own)
+                method.update_(weight, layer_state)
         size = LayerSize(tuple(weight.shape), replacement.in_dim, weight.device)
         matmuls = LayerMatmuls(method, formats, policy, size)
         # the object stays: references, hooks and second names keep working
         layer.__class__ = replacement
-        layer.add_module("sparsity", own)
-        layer.operands = LayerOperands(method, own, matmuls)
+        layer.add_module("sparsity", layer_state)
+        layer.operands = LayerOperands(method, layer_state, matmuls)
         layer.sparse_model = state
         state.operands.append(layer.operands)
         if layer.weight.requires_grad and state.watched is None:
@@ -232,16 +232,16 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
             )
     gone = {layer.operands for layer in layers}
     for layer in layers:
-        own = layer.operands
+        operands = layer.operands
         weight = layer.weight
         with torch.no_grad():
-            forward = own.project(weight).forward
+            forward = operands.project(weight).forward
             residual = residual_weight(layer) if fold else None
             if forward is not None:
                 weight.copy_(forward)
             if residual is not None:
                 weight.add_(residual)
-                folded.append(own.state.layer_name)
+                folded.append(operands.state.layer_name)
         del layer._modules["sparsity"], layer.operands, layer.sparse_model
         layer.__class__ = layer.replaces  # type: ignore[assignment]
     for state in states:

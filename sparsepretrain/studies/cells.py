@@ -203,13 +203,14 @@ def cell_overrides(
 
 def _compared(name: str, table: Table, kind: str) -> list[str]:
     """Return the rows that ``match=KIND`` keeps: those of this kind, theirs, and the baseline."""
-    found = [row for row, match in table.match.items() if match.equal == kind]
-    if not found:
+    row_names = [row for row, match in table.match.items() if match.equal == kind]
+    if not row_names:
         known = ", ".join(dict.fromkeys(match.equal for match in table.match.values()))
         if not known:
             raise ConfigError(f"match: table {name} has no matched rows; leave it out")
         raise ConfigError(f"match: expected a kind of table {name} ({known}), got {kind!r}")
-    return [*found, *(table.match[row].to for row in found), *filter(None, [table.baseline])]
+    others = [table.match[row].to for row in row_names]
+    return [*row_names, *others, *filter(None, [table.baseline])]
 
 
 def grid(
@@ -219,26 +220,26 @@ def grid(
     config_dirs: Sequence[Path] = (),
 ) -> list[Cell]:
     """Return the runs of every (row, column) -> overrides with every seed, see :func:`cells`."""
-    found: list[Cell] = []
+    cells: list[Cell] = []
     errors: dict[str, list[str]] = {}
     for (row, column), overrides in wanted.items():
         try:
             base = dict(read(overrides, config_dirs).values).get("runs_dir", "runs")
-            own = "--".join(slug(part) for part in (row, column) if part)
-            kept = [w for w in overrides if w.lstrip("+").partition("=")[0] != "runs_dir"]
-            words = [*kept, word("runs_dir", f"{base}/{name}"), word("name", own)]
+            cell_directory = "--".join(slug(part) for part in (row, column) if part)
+            shared = [w for w in overrides if w.lstrip("+").partition("=")[0] != "runs_dir"]
+            words = [*shared, word("runs_dir", f"{base}/{name}"), word("name", cell_directory)]
             run = load(words, config_dirs)
         except ConfigError as error:
             for message in error.messages:
                 errors.setdefault(message, []).append(cell_name(row, column))
             continue
-        found += [
+        cells += [
             Cell(row, column, seed, (*words, f"seed={seed}"), dataclasses.replace(run, seed=seed))
             for seed in seeds
         ]
     if errors:
         raise ConfigError([f"{', '.join(where)}: {what}" for what, where in errors.items()])
-    return sorted(found, key=lambda cell: cell.seed)  # stable: table order within a seed
+    return sorted(cells, key=lambda cell: cell.seed)  # stable: table order within a seed
 
 
 def stage_words(cell: Cell, stage: Stage) -> list[str]:
@@ -249,10 +250,10 @@ def stage_words(cell: Cell, stage: Stage) -> list[str]:
     if stage.finetune is None:
         average = [f"average={stage.average}"] if stage.average > 1 else []
         return [f"split={stage.evaluate}", *average, *stage.overrides]
-    kept = [w for w in cell.words if re.match(r"\+*(tracker|workers|parallel)\b", w)]
+    shared = [w for w in cell.words if re.match(r"\+*(tracker|workers|parallel)\b", w)]
     name = word("name", f"{cell.run.name}--{stage.name}")
     where = [word("runs_dir", cell.run.runs_dir), name, f"seed={cell.seed}"]
-    return [f"task={stage.finetune}", *kept, *stage.overrides, *where]
+    return [f"task={stage.finetune}", *shared, *stage.overrides, *where]
 
 
 def word(key: str, value: str) -> str:

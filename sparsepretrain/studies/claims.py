@@ -261,14 +261,14 @@ def _undecided(
     differences: Sequence[Difference], margin: float | None = None, *, level: float = ALPHA
 ) -> str:
     """Return the intervals and the number of seeds that would decide."""
-    found = []
+    reasons = []
     for d in differences:
         if d.n == 0:
-            found.append(f"{d.label}: no seed has both")
+            reasons.append(f"{d.label}: no seed has both")
         elif d.flat or d.n == 1:
-            found.append(f"{d}: no spread over seeds; are these the same runs?")
+            reasons.append(f"{d}: no spread over seeds; are these the same runs?")
         else:
             needed = d.seeds_to_decide(margin, level)
             text = f"more than {MOST_SEEDS}" if needed is None else f"about {needed}"
-            found.append(f"{d}: {text} seeds would decide")
-    return "; ".join(found)
+            reasons.append(f"{d}: {text} seeds would decide")
+    return "; ".join(reasons)

@@ -275,11 +275,11 @@ class Study(contextlib.AbstractContextManager["Study"]):
 
     def _next(self, cell: StudyCell) -> list[StudyCell]:
         """Add the cells that follow ``cell``; return those that wait to run and fail the others."""
-        found = list(cell.then()) if cell.state == cell.goal else []
-        self.cells += found
-        for refused in [other for other in found if other.state == "failed"]:
+        following = list(cell.then()) if cell.state == cell.goal else []
+        self.cells += following
+        for refused in [other for other in following if other.state == "failed"]:
             self._fail(refused, refused.exit_code, refused.error)
-        return [other for other in found if other.state == "waiting"]
+        return [other for other in following if other.state == "waiting"]
 
     def _fail(self, cell: StudyCell, code: int, error: str, *, note: bool = True) -> None:
         cell.state = "failed"

@@ -38,7 +38,7 @@ def of_table(results: TableResults, table: Table) -> dict[str, tuple[Figure, str
     measured = {cell.column for cell in results.cells if cell.curves or cell.metrics}
     baseline = table.baseline
     columns = [c for c in table.columns or [""] if c in measured]
-    found: dict[str, tuple[Figure | None, str]] = {}
+    figures: dict[str, tuple[Figure | None, str]] = {}
     if baseline and 0 < len(columns) <= PANELS:
         panels = {}
         for column in columns:
@@ -53,7 +53,7 @@ def of_table(results: TableResults, table: Table) -> dict[str, tuple[Figure, str
         name = metric.label if metric.key == "loss" else "validation loss"
         every = {c.row: c.flip_interval for c in results.cells if "flip_rate" in c.curves}
         figure = difference_figure(panels, {"loss": name}, baseline, results.unit, every)
-        found["difference"] = figure, f"Difference to {baseline} over the run, and flip rates"
+        figures["difference"] = figure, f"Difference to {baseline} over the run, and flip rates"
     values = {key: results.compared(key, table) for key in table.metrics}
     if len(columns) < 3:
         dots = {
@@ -66,10 +66,10 @@ def of_table(results: TableResults, table: Table) -> dict[str, tuple[Figure, str
             for column in columns
         }
         text = f"{_label(metric, table, 'Final values')}, with intervals"
-        found["final"] = dots_figure(dots, table.rows), text
+        figures["final"] = dots_figure(dots, table.rows), text
     else:
-        found["axis"] = axis_figure(results, table), f"Along {table.column_label}"
-    return {name: (figure, text) for name, (figure, text) in found.items() if figure is not None}
+        figures["axis"] = axis_figure(results, table), f"Along {table.column_label}"
+    return {name: (figure, text) for name, (figure, text) in figures.items() if figure is not None}
 
 
 def ranked_figure(results: TableResults, table: Table) -> Figure | None:

@@ -30,7 +30,7 @@ def matched(name: str, table: Table, scale: Scale, asked: Selection) -> dict[str
     """
     words = cell_overrides(name, table, scale, dataclasses.replace(asked, only="*"))
     costs: dict[str, tuple[Run, Cost]] = {}
-    found = {}
+    matches = {}
     for row, match in table.match.items():
         if (row, "") not in words:
             continue
@@ -40,10 +40,10 @@ def matched(name: str, table: Table, scale: Scale, asked: Selection) -> dict[str
             if match.to not in costs:
                 other = resolve_steps(load(words[match.to, ""], asked.config_dirs))
                 costs[match.to] = other, run_cost(other)
-            found[row] = _equal(match, *costs[match.to], words[row, ""], asked.config_dirs)
+            matches[row] = _equal(match, *costs[match.to], words[row, ""], asked.config_dirs)
         except ConfigError as error:
             raise ConfigError([f"{row}: {message}" for message in error.messages]) from error
-    return found
+    return matches
 
 
 def _equal(
@@ -55,8 +55,8 @@ def _equal(
     samples = other.steps * other.batch.size
     steps = samples / run.batch.size
     if match.equal == "flops":
-        own = run_cost(run)
-        steps = cost.flops / own.flops * run.steps
+        this = run_cost(run)
+        steps = cost.flops / this.flops * run.steps
     if (whole := round(match.factor * steps)) < 1:
         raise ConfigError(f"steps: expected at least one step with the {match.equal} of {match.to}")
     return [f"steps={whole}"]

@@ -20,10 +20,10 @@ from sparsepretrain.training.tracing import step_cost
 from sparsepretrain.training.world import World
 
 
-def show_plan(found: Sequence[Part], console: Console) -> None:
+def show_plan(parts: Sequence[Part], console: Console) -> None:
     """Print the cells of tables or a sweep with remaining work and costs."""
-    cells = to_run(found, console)
-    title = " + ".join(part.name for part in found)
+    cells = to_run(parts, console)
+    title = " + ".join(part.name for part in parts)
     console.loading(title)
     left = [cell.left for cell in cells]
     rows = [
@@ -39,7 +39,7 @@ def show_plan(found: Sequence[Part], console: Console) -> None:
     facts = [("runs", f"{len(steps)} of {len(cells)} to run or continue")]
     facts += [("steps", f"{sum(steps.values()):,}"), ("compute", _compute(steps, cells[0].run))]
     console.table("", facts)
-    if following := [stage.name for part in found for stage in part.stages]:
+    if following := [stage.name for part in parts for stage in part.stages]:
         console.info(f"stages after each run: {', '.join(dict.fromkeys(following))}")
 
 

@@ -17,15 +17,15 @@ SINGLE = ("steps", "clip", "ema")
 
 def what_ran(results: TableResults) -> list[tuple[str, str]]:
     """Return (setting, value) of the runs; settings that differ name the cells of each value."""
-    found = {
+    configs = {
         cell.name: freeze.flat(json.loads(results.configs[cell.config]))
         for cell in results.cells
         if cell.config in results.configs
     }
-    if not found:
+    if not configs:
         return []
-    keys = dict.fromkeys(key for config in found.values() for key in config)
-    values = {key: {at: config.get(key) for at, config in found.items()} for key in keys}
+    keys = dict.fromkeys(key for config in configs.values() for key in config)
+    values = {key: {at: config.get(key) for at, config in configs.items()} for key in keys}
     common = {key: next(iter(v.values())) for key, v in values.items() if _one(v)}
     rows: list[tuple[str, str]] = []
     for group in GROUPS:
@@ -42,7 +42,7 @@ def what_ran(results: TableResults) -> list[tuple[str, str]]:
         if not _one(v) and key != "name" and not key.startswith("sparsity.")
     ]
     methods: dict[str, list[str]] = {}
-    for at, config in found.items():
+    for at, config in configs.items():
         own = {k.partition(".")[2]: v for k, v in config.items() if k.startswith("sparsity.")}
         if (own.get("window.start", 0), own.get("window.stop", 1)) == (0, 1):
             own = {key: value for key, value in own.items() if not key.startswith("window.")}
@@ -82,7 +82,7 @@ def _named(places: Sequence[str], results: TableResults) -> str:
         cells: dict[str, set[str]] = {}
         for cell in results.cells:
             cells.setdefault(getattr(cell, axis), set()).add(cell.name)
-        whole = [label for label, own in cells.items() if label and own <= set(places)]
+        whole = [label for label, members in cells.items() if label and members <= set(places)]
         if set().union(*(cells[label] for label in whole)) == set(places):
             places = whole
             break

@@ -43,7 +43,7 @@ def report_table(
                 "the --scale and KEY=VALUE of that command"
             )
     names = [results.name, *(part.name for part in results.all())]
-    tables = {own: load_table(own, asked.config_dirs) for own in names}
+    tables = {table: load_table(table, asked.config_dirs) for table in names}
     written = write_page(out, render(results, tables), f"{name}.md", page=True)
     if record:
         write_record(results, file)

@@ -32,17 +32,17 @@ def parts(name: str, scale: Scale | None, asked: Selection, stop_after: int | No
     found = []
     errors = []
     how = (stop_after, asked.config_dirs)
-    for own in load_table(name, asked.config_dirs).parts or [name]:
-        table = load_table(own, asked.config_dirs)
+    for table_name in load_table(name, asked.config_dirs).parts or [name]:
+        table = load_table(table_name, asked.config_dirs)
         if table.bench:
-            found.append(Part(own, table, None, []))
+            found.append(Part(table_name, table, None, []))
             continue
         at = scale or ("nano" if "nano" in table.scales else "paper")
         try:
-            tried, _, judging = selected(own, table, at, asked)
+            tried, _, judging = selected(table_name, table, at, asked)
             if tried:
-                found.append(Part(own, table, at, tried, *how, is_tuning=True))
-            found.append(Part(own, table, at, judging, *how))
+                found.append(Part(table_name, table, at, tried, *how, is_tuning=True))
+            found.append(Part(table_name, table, at, judging, *how))
         except ConfigError as error:
             errors += [m for m in error.messages if m not in errors]
     # with several tables, a glob may match cells of a single one
@@ -51,7 +51,7 @@ def parts(name: str, scale: Scale | None, asked: Selection, stop_after: int | No
     return found
 
 
-def check(found: Sequence[Part], console: Console, *, prepared: bool = True) -> list[Part]:
+def check(parts: Sequence[Part], console: Console, *, prepared: bool = True) -> list[Part]:
     """Check with torch that every run and stage can start, and count the steps of epochs.
 
     Finished runs are skipped; one seed stands for all seeds of a cell. Unless ``prepared``, missing
@@ -59,7 +59,7 @@ def check(found: Sequence[Part], console: Console, *, prepared: bool = True) -> 
     """
     errors: dict[str, list[str]] = {}
     result = []
-    for part in found:
+    for part in parts:
         steps: dict[str, int] = {}
         for cell in part.cells:
             done = _end_is_saved(cell.run, part.stop_after)
@@ -126,9 +126,9 @@ def _end_is_saved(run: Run, stop_after: int | None) -> bool:
     return any(step >= end for step in checkpoint.saved(RunDirectory.of(run).checkpoints))
 
 
-def commands(found: Sequence[Part]) -> Iterator[str]:
+def commands(parts: Sequence[Part]) -> Iterator[str]:
     """Yield a shell line per cell: training, then its stages."""
-    for part in found:
+    for part in parts:
         for cell in part.cells:
             lines = [(*_launcher(cell.run), *_train_words(part, cell))]
             for stage in part.stages:
@@ -149,11 +149,11 @@ def _train_words(part: Part, cell: Cell) -> tuple[str, ...]:
     return ("train", *flags, *cell.words)
 
 
-def to_run(found: Sequence[Part], console: Console) -> list[engine.StudyCell]:
+def to_run(parts: Sequence[Part], console: Console) -> list[engine.StudyCell]:
     """Return the cells of a study, seed by seed, each followed by its stages."""
-    several = len({part.name for part in found}) > 1
+    several = len({part.name for part in parts}) > 1
     made = []
-    for part in found:
+    for part in parts:
         for cell in part.cells:
             label = f"{part.name}: {cell.label}" if several else cell.label
             words = _train_words(part, cell)

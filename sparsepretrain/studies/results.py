@@ -110,12 +110,12 @@ class TableResults:
 
     def values(self, metric: str) -> dict[str, dict[int, float]]:
         """Return cell -> seed -> finite number of a finished run."""
-        found: dict[str, dict[int, float]] = {}
+        by_seed: dict[str, dict[int, float]] = {}
         for cell in self.cells:
             value = cell.metrics.get(metric)
             if value is not None:
-                found.setdefault(cell.name, {})[cell.seed] = value
-        return found
+                by_seed.setdefault(cell.name, {})[cell.seed] = value
+        return by_seed
 
     def compared(self, metric: str, table: Table) -> dict[str, dict[int, float]]:
         """Return the numbers that claims are about, see ``percent_of`` of a metric."""
@@ -123,34 +123,34 @@ class TableResults:
         reference = table.metrics[metric].percent_of
         if reference is None:
             return values
-        found: dict[str, dict[int, float]] = {}
+        by_seed: dict[str, dict[int, float]] = {}
         for cell in self.cells:
             at = cell_name(reference, cell.column) if reference in table.rows else reference
-            own, base = (values.get(name, {}).get(cell.seed) for name in (cell.name, at))
-            if own is not None and base:
-                found.setdefault(cell.name, {})[cell.seed] = 100 * (own / base - 1)
-        return found
+            value, base = (values.get(name, {}).get(cell.seed) for name in (cell.name, at))
+            if value is not None and base:
+                by_seed.setdefault(cell.name, {})[cell.seed] = 100 * (value / base - 1)
+        return by_seed
 
     def costs(self, baseline: str | None) -> dict[str, tuple[float, float]]:
         """Return cell -> 2:4 matmuls per layer and FLOPs in percent of the baseline, if counted."""
-        found: dict[str, list[tuple[float, float]]] = {}
+        by_cell: dict[str, list[tuple[float, float]]] = {}
         for cell in self.cells:
             if cell.sparse_matmuls is not None and cell.flops is not None:
-                found.setdefault(cell.name, []).append((cell.sparse_matmuls, cell.flops))
-        means = {at: np.mean(pairs, axis=0) for at, pairs in found.items()}
+                by_cell.setdefault(cell.name, []).append((cell.sparse_matmuls, cell.flops))
+        means = {at: np.mean(pairs, axis=0) for at, pairs in by_cell.items()}
         if baseline not in means:
             return {}
         return {at: (float(m), float(100 * f / means[baseline][1])) for at, (m, f) in means.items()}
 
     def gaps(self, metric: str) -> dict[str, str]:
         """Return cell -> seeds without a number and the reason; "all": one reason for all runs."""
-        found: dict[str, dict[str, list[int]]] = {}
+        by_reason: dict[str, dict[str, list[int]]] = {}
         for cell in self.cells:
             if cell.metrics.get(metric) is None:
                 about = cell.missing.get(metric) or cell.reason
                 why = "" if cell.state == "finished" else f"{cell.state}: " if about else cell.state
-                found.setdefault(cell.name, {}).setdefault(why + about, []).append(cell.seed)
-        whys = {why for at in found.values() for why in at}
+                by_reason.setdefault(cell.name, {}).setdefault(why + about, []).append(cell.seed)
+        whys = {why for at in by_reason.values() for why in at}
         if len(whys) == 1 and all(cell.metrics.get(metric) is None for cell in self.cells):
             return {"all": whys.pop()}
         return {
@@ -158,7 +158,7 @@ class TableResults:
                 f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))} {why}"
                 for why, seeds in reasons.items()
             )
-            for at, reasons in found.items()
+            for at, reasons in by_reason.items()
         }
 
     def renamed(self, labels: Mapping[str, str]) -> TableResults:
@@ -187,21 +187,21 @@ def collect(name: str, scale: Scale | None, asked: Selection) -> TableResults:
     ``scale`` None: nano if the table has it.
     """
     table = load_table(name, asked.config_dirs)
-    kept = [override for override in asked.overrides if not override.startswith("runs_dir=")]
-    result = TableResults(name=name, overrides=kept)
+    overrides = [override for override in asked.overrides if not override.startswith("runs_dir=")]
+    result = TableResults(name=name, overrides=overrides)
     if table.parts:
         result.parts = [collect(part, scale, asked) for part in table.parts]
     elif table.scales:
         result.scale = scale or ("nano" if "nano" in table.scales else "paper")
         _, result.tuning, wanted = selected(name, table, result.scale, asked)
-        found = [_collect(cell, table, result.scale) for cell in wanted]
-        begun = {cell.seed for cell, _ in found if cell.state != "missing"}
-        result.cells = [cell for cell, _ in found if cell.seed in begun]
+        measured = [_collect(cell, table, result.scale) for cell in wanted]
+        begun = {cell.seed for cell, _ in measured if cell.state != "missing"}
+        result.cells = [cell for cell, _ in measured if cell.seed in begun]
         if result.tuning or table.match:
-            for cell, _ in found:
+            for cell, _ in measured:
                 cell.curves = {}  # pages of tuned tables show final values only
         if result.tuning or table.match or table.scaling:
-            for cell, data in found:
+            for cell, data in measured:
                 if cell.state == "finished" and data is not None:
                     run = validate(data.config)
                     cost_of = run_cost(run, data.records)
@@ -210,9 +210,9 @@ def collect(name: str, scale: Scale | None, asked: Selection) -> TableResults:
                     cell.entries = cost_of.entries
                     cell.nonzero = cost_of.nonzero
         result.seeds = sorted(begun)
-        configs = {cell.config: run.config for cell, run in found if run is not None}
+        configs = {cell.config: run.config for cell, run in measured if run is not None}
         result.configs = {key: freeze.experiment(configs[key]) for key in sorted(configs)}
-        result.unit = next((run.unit for _, run in found if run is not None), "tokens")
+        result.unit = next((run.unit for _, run in measured if run is not None), "tokens")
     return result
 
 
@@ -254,28 +254,28 @@ def means(tuning: Sequence[CellResult], table: Table) -> dict[str, dict[str, flo
     """
     metric = next(iter(table.metrics))
     worst = math.inf if table.metrics[metric].better == "lower" else -math.inf
-    found: dict[str, dict[str, list[float]]] = {}
+    by_row: dict[str, dict[str, list[float]]] = {}
     incomplete = {result.row for result in tuning if metric not in result.metrics}
     for result in tuning:
         if result.row not in incomplete:
             value = result.metrics[metric]
-            values = found.setdefault(result.row, {}).setdefault(result.column, [])
+            values = by_row.setdefault(result.row, {}).setdefault(result.column, [])
             values.append(worst if value is None else value)
     return {
-        row: {setting: sum(values) / len(values) for setting, values in own.items()}
-        for row, own in found.items()
+        row: {setting: sum(values) / len(values) for setting, values in by_setting.items()}
+        for row, by_setting in by_row.items()
     }
 
 
 def chosen(tuning: Sequence[CellResult], table: Table) -> dict[str, str]:
     """Return row -> best setting, without rows that are unfinished or have no finite mean."""
     best = min if table.metrics[next(iter(table.metrics))].better == "lower" else max
-    found = {}
-    for row, own in means(tuning, table).items():
-        setting = best(own, key=lambda tried: own[tried])
-        if math.isfinite(own[setting]):
-            found[row] = setting
-    return found
+    settings = {}
+    for row, by_setting in means(tuning, table).items():
+        setting = best(by_setting, key=lambda tried: by_setting[tried])
+        if math.isfinite(by_setting[setting]):
+            settings[row] = setting
+    return settings
 
 
 def _collect(cell: Cell, table: Table, scale: Scale) -> tuple[CellResult, RunData | None]:

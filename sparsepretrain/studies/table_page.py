@@ -44,9 +44,9 @@ FIRST_HAND = ("published_text", "thesis_text", "authors_repo")
 """Statuses of published numbers without a warning."""
 
 
-def render(results: TableResults, found: Mapping[str, Table]) -> Page:
+def render(results: TableResults, definitions: Mapping[str, Table]) -> Page:
     """Return the page of a table."""
-    results, table = scaled(results, found[results.name])
+    results, table = scaled(results, definitions[results.name])
     page = Page([f"# {table.title}", ""])
     if not results.parts:
         _section(page, results, table, "##")
@@ -54,10 +54,10 @@ def render(results: TableResults, found: Mapping[str, Table]) -> Page:
     page.lines += [f"{note}\n" for note in table.notes]
     summary = len(page.lines)
     for part in results.all():
-        part, own = scaled(part, found[part.name])
+        part, own = scaled(part, definitions[part.name])
         page.lines += ["", f"## {own.title}", ""]
         _section(page, part, own, "###")
-    rulings = [pair for part in results.all() for pair in judged(part, found[part.name])]
+    rulings = [pair for part in results.all() for pair in judged(part, definitions[part.name])]
     rows = [(claim.text, f"**{ruling.verdict}**") for claim, ruling in rulings]
     header, shown = _with_holm(("claim", "verdict"), rows, [ruling for _, ruling in rulings])
     explained = ["", HOLM.format(scope="page")] if len(header) > 2 else []
@@ -75,15 +75,15 @@ def scaled(results: TableResults, table: Table) -> tuple[TableResults, Table]:
 
 def judged(results: TableResults, table: Table) -> list[tuple[tables.Claim, Ruling]]:
     """Return claims and rulings of a table with runs of its own."""
-    found = []
+    rulings = []
     results, table = scaled(results, table)
     for claim in table.claims:
         key = claim.metric or next(iter(table.metrics))
         if results.scale is not None:
             values = results.compared(key, table)
             gaps = results.gaps(key)
-            found.append((claim, judge(claim, table, results.scale, values, gaps)))
-    return found
+            rulings.append((claim, judge(claim, table, results.scale, values, gaps)))
+    return rulings
 
 
 def _section(page: Page, results: TableResults, table: Table, mark: str) -> None:
@@ -145,18 +145,18 @@ def _head(results: TableResults, table: Table) -> list[str]:
         return lines
     states = Counter(cell.state for cell in results.cells)
     done = f"{states.pop('finished', 0)} of {len(results.cells)} runs are finished"
-    others = [f"{number} {state}" for state, number in sorted(states.items())]
+    states_text = [f"{number} {state}" for state, number in sorted(states.items())]
     seeds = ", ".join(map(str, results.seeds)) or "none"
     dates = sorted({cell.date for cell in results.cells if cell.date})
     when = f", of {' to '.join(dict.fromkeys((dates[0], dates[-1])))}" if dates else ""
     command = f"sparsepretrain reproduce {results.name} --scale {results.scale}"
-    own = table.scales[results.scale]
-    usual = [*range(table.first_seed, table.first_seed + own.seeds)]
+    sizes = table.scales[results.scale]
+    usual = [*range(table.first_seed, table.first_seed + sizes.seeds)]
     if results.seeds and results.seeds != usual:
         command += f" --seeds {seeds_text(results.seeds)}"
     command = " ".join([command, *results.overrides])
-    text = f"{', '.join([done, *others])}{when}; scale {results.scale}, seeds {seeds}: `{command}`."
-    return [*lines, text]
+    cells = ", ".join([done, *states_text])
+    return [*lines, f"{cells}{when}; scale {results.scale}, seeds {seeds}: `{command}`."]
 
 
 def _is_number(text: str) -> bool:
@@ -227,15 +227,15 @@ def _numbers(results: TableResults, table: Table, key: str) -> list[str]:
     empty = False
     for row, column, why in table_cells(table, scale):
         at = cell_name(row, column)
-        own = claims.difference(values, row, column, None)
+        mean = claims.difference(values, row, column, None)
         line = [row, *([column] if table.columns else [])]
         if sources:
-            texts = [_published(s, metric, row, column, own, scale) for s in sources]
+            texts = [_published(s, metric, row, column, mean, scale) for s in sources]
             line.append("; ".join(filter(None, texts)) or "–")
             empty |= not any(texts)
         total = sum(cell.name == at for cell in results.cells)
-        line += [_mean(own, digits) if own.n else f"not run: {why}" if why else "–"]
-        line += [f"{own.n} of {total}" if total else "0"]
+        line += [_mean(mean, digits) if mean.n else f"not run: {why}" if why else "–"]
+        line += [f"{mean.n} of {total}" if total else "0"]
         if reference:
             difference = claims.difference(compared, row, column, baseline)
             text = _mean(difference, 1 if metric.percent_of else digits, "+")
@@ -263,9 +263,9 @@ def _tuned(results: TableResults, table: Table) -> list[str]:
     """Return a row per tuned row: chosen setting, means of all settings, values at an end."""
     metric = next(iter(table.metrics.values()))
     rows = []
-    for row, own in means(results.tuning, table).items():
+    for row, by_setting in means(results.tuning, table).items():
         values: dict[str, list[str]] = {}
-        for word in " ".join(own).split():
+        for word in " ".join(by_setting).split():
             key, _, value = word.partition("=")
             if value not in values.setdefault(key, []):
                 values[key].append(value)
@@ -277,14 +277,14 @@ def _tuned(results: TableResults, table: Table) -> list[str]:
             if len(tried) > 1 and _is_number(tried[0])
             if word.partition("=")[2] in (tried[0], tried[-1])
         ]
-        best, *others = sorted(own.values(), reverse=metric.better == "higher")
+        best, *rest = sorted(by_setting.values(), reverse=metric.better == "higher")
         rows.append(
             (
                 row,
                 " ".join(f"`{word}`" for word in setting.split()),
                 ", ".join(ends) or "–",
                 f"{best:.{metric.digits}f}",
-                ", ".join(f"{value:.{metric.digits}f}" for value in others),
+                ", ".join(f"{value:.{metric.digits}f}" for value in rest),
             )
         )
     assert results.scale is not None
@@ -303,17 +303,17 @@ def _tuned(results: TableResults, table: Table) -> list[str]:
 
 
 def _published(
-    source: Published, metric: Metric, row: str, column: str, own: Difference, scale: str
+    source: Published, metric: Metric, row: str, column: str, measured: Difference, scale: str
 ) -> str:
-    found = printed(source, row, column)
-    if found is None:
+    entry = printed(source, row, column)
+    if entry is None:
         return ""
-    value = found["value"]
-    text = _value(found)
-    if scale == "paper" and own.n and isinstance(value, int | float):
-        text += f" (measured {own.mean - value:+.{metric.digits}f}"
+    value = entry["value"]
+    text = _value(entry)
+    if scale == "paper" and measured.n and isinstance(value, int | float):
+        text += f" (measured {measured.mean - value:+.{metric.digits}f}"
         if source.margin is not None:
-            inside = "within" if abs(own.mean - value) <= source.margin else "outside"
+            inside = "within" if abs(measured.mean - value) <= source.margin else "outside"
             text += f", {inside} ± {source.margin:g}"
         text += ")"
     return text
@@ -322,21 +322,21 @@ def _published(
 def _only_published(table: Table) -> list[str]:
     """Return the published numbers of a table without runs."""
     rows = [
-        (cell_name(row, column), source.metric, _value(found))
+        (cell_name(row, column), source.metric, _value(entry))
         for source in table.published
         for row in source.rows
         for column in source.columns or [""]
-        if (found := printed(source, row, column)) is not None
+        if (entry := printed(source, row, column)) is not None
     ]
     lines = markdown_table((table.row_label, "number", "published"), rows)
     return [*lines, "", *_sources(table.published, empty=False)]
 
 
-def _value(found: Mapping[str, Any]) -> str:
+def _value(entry: Mapping[str, Any]) -> str:
     """Return a published number, marked if second-hand."""
-    value = found["value"]
+    value = entry["value"]
     text = f"{value:g}" if isinstance(value, int | float) else str(value)
-    return text if found["status"] in FIRST_HAND else f"{text} ⚠"
+    return text if entry["status"] in FIRST_HAND else f"{text} ⚠"
 
 
 def _sources(sources: Sequence[Published], *, empty: bool) -> list[str]:

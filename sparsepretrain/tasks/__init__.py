@@ -215,9 +215,9 @@ def read(observations: Sequence[Observation]) -> list[Observation]:
         first = value[0] if isinstance(value, tuple) else value
         return [first] if isinstance(first, torch.Tensor) else []
 
-    found = [t for seen in observations for value in seen.values() for t in tensors(value)]
+    flat = [t for seen in observations for value in seen.values() for t in tensors(value)]
     # exact: counts, classes and positions are below 2⁵³
-    numbers = iter(torch.cat([t.reshape(-1).double() for t in found]).tolist() if found else ())
+    numbers = iter(torch.cat([t.reshape(-1).double() for t in flat]).tolist() if flat else ())
 
     def plain(value: Any) -> Any:
         for tensor in tensors(value):

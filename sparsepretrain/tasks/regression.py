@@ -41,9 +41,9 @@ class Regression(Task):
     def misfits(options: Any, model: Any, data: Any) -> Problems:
         for key in ("inputs", "outputs"):
             expected = getattr(data, key)
-            found = getattr(model, key)
-            if found != expected:
-                yield f"model.{key}", f"must equal data.{key} ({expected}), got {found}"
+            value = getattr(model, key)
+            if value != expected:
+                yield f"model.{key}", f"must equal data.{key} ({expected}), got {value}"
 
     def open_data(self, splits: Sequence[str], on_progress: Progress = None) -> None:
         source: Any = registry.get("source", self.data_options.source)

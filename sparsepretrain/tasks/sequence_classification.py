@@ -105,13 +105,13 @@ class SequenceClassification(RecordTask):
             for part, *pair in zip(*columns, strict=True):
                 parts[part].append(pair)
         for metric in self.options.metrics:
-            found = {
+            by_part = {
                 part: 100 * _measure(metric, *zip(*pairs, strict=True))
                 for part, pairs in sorted(parts.items())
             }
-            result[metric] = sum(found.values()) / len(found)
+            result[metric] = sum(by_part.values()) / len(by_part)
             if len(names) > 1:
-                result |= {f"{metric}_{names[part]}": value for part, value in found.items()}
+                result |= {f"{metric}_{names[part]}": value for part, value in by_part.items()}
         wanted = [result[metric] for metric in self.options.metrics]
         return {**result, "score": sum(wanted) / len(wanted)}
 

@@ -155,8 +155,8 @@ def synchronized(model: nn.Module, world: World) -> nn.Module:
     if world.device.type == "cpu":
         text = "expected false on a CPU, got true; SyncBatchNorm needs GPUs"
         raise ConfigError([("parallel.sync_batchnorm", f": {text}")])
-    found: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return found
+    replaced: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return replaced
 
 
 def layer_inputs(run: Run, task: Task, model: nn.Module) -> dict[str, torch.Size]:
@@ -267,8 +267,12 @@ def load_initial(
         if stored
         else densify(evaluated_model(source)[1]).state_dict()  # pruned and scaled
     )
-    own = {k: v for k, v in state.items() if not any(p[:8] == "sparsity" for p in k.split("."))}
-    _copy(model, own, str(path), console)
+    weights = {
+        name: value
+        for name, value in state.items()
+        if not any(part.startswith("sparsity") for part in name.split("."))
+    }
+    _copy(model, weights, str(path), console)
     kind = "stored weights" if stored else "the weights that it evaluates with"
     before = source.config["sparsity"]["name"]
     console.info(f"initial weights: {path} (step {source.step}, {before}), {kind}")
@@ -297,8 +301,12 @@ def restore_method(sparsifier: Sparsifier, state: State) -> None:
     counted from the mask of these weights.
     """
     for name, layer in sparsifier.layers.items():
-        own = {k: v for k, v in state.items() if k.startswith(f"{name}.sparsity")}
-        layer.load_state_dict({k.removeprefix(f"{name}."): v for k, v in own.items()}, strict=False)
+        buffers = {
+            key.removeprefix(f"{name}."): value
+            for key, value in state.items()
+            if key.startswith(f"{name}.sparsity")
+        }
+        layer.load_state_dict(buffers, strict=False)
     sparsifier.refresh()
 
 
@@ -325,15 +333,15 @@ def evaluated_model(source: WeightSource) -> tuple[Task, nn.Module, Sparsifier]:
 
 def _copy(model: nn.Module, state: State, path: str, console: Console) -> None:
     """Load by name; a head for another number of classes keeps its initial weights."""
-    own = model.state_dict()
+    current = model.state_dict()
     fitting = {}
     for name, value in state.items():
-        if name not in own:
+        if name not in current:
             continue
-        if own[name].shape == value.shape:
+        if current[name].shape == value.shape:
             fitting[name] = value
         elif name.partition(".")[0] not in HEADS:
-            expected = tuple(own[name].shape)
+            expected = tuple(current[name].shape)
             got = tuple(value.shape)
             raise CheckpointError(
                 f"{path} does not fit the model: {name}: expected shape {expected}, got {got}"
@@ -341,8 +349,8 @@ def _copy(model: nn.Module, state: State, path: str, console: Console) -> None:
     if not fitting:
         raise CheckpointError(f"{path} does not fit the model: no weight name in common")
     model.load_state_dict(fitting, strict=False)
-    _tell_new([name for name in own if name not in fitting], console)
-    if unused := sorted({name.partition(".")[0] for name in state if name not in own}):
+    _tell_new([name for name in current if name not in fitting], console)
+    if unused := sorted({name.partition(".")[0] for name in state if name not in current}):
         console.info(f"left out: {', '.join(unused)}")
 
 

@@ -108,7 +108,7 @@ class TrainingBatches:
     def _requests(self, step: int) -> list[Request]:
         begins = (index * self._micro for index in self.share)
         positions = [range(begin, begin + self._micro) for begin in begins]
-        return [Request("train", step, own, self._size) for own in positions]
+        return [Request("train", step, batch, self._size) for batch in positions]
 
 
 class _Batches(Dataset[Any]):

@@ -54,12 +54,12 @@ def compiled(model: nn.Module, mode: str, backend: Any = "inductor") -> nn.Modul
     Equal blocks share one graph per phase of the method.
     """
     if mode == "blocks":
-        found = list(blocks(model))
+        parts = list(blocks(model))
         # Blocks of one class share their code, whose graphs dynamo counts: without room for each
         # kind of block in each phase, the rest of the model would run uncompiled.
         config: Any = torch._dynamo.config
-        config.recompile_limit = max(config.recompile_limit, PHASES * len(found))
-        for block in found:
+        config.recompile_limit = max(config.recompile_limit, PHASES * len(parts))
+        for block in parts:
             block.compile(backend=backend)
     elif mode != "none":
         return cast("nn.Module", torch.compile(model, backend=backend))

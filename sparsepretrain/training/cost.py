@@ -88,7 +88,7 @@ def matmul_flops(
     policy = SparseMatmulPolicy("auto")
     micro_batches = run.batch.size // run.batch.micro
     dtype = compute_dtype(run.precision)
-    found = MatmulFlops(step, Counter(), Counter(), Counter(), Counter(), [])
+    counted = MatmulFlops(step, Counter(), Counter(), Counter(), Counter(), [])
     for name, layer in sparsifier.layers.items():
         if layer.weight.dim() != 2:
             continue
@@ -96,12 +96,12 @@ def matmul_flops(
         tokens = tuple(inputs[name][:-1])
         token_count = math.prod(tokens)
         flops = 2 * micro_batches * token_count * layer.weight.numel()
-        found.layers.update(dict.fromkeys(row.operands, flops))
+        counted.layers.update(dict.fromkeys(row.operands, flops))
         size = LayerSize(tuple(layer.weight.shape), dim, META)
         base = layer.operands.matmuls.base
         for operand, why in policy.reasons(row, size, base).items():
             if reason := why or objection(operand, tokens, dtype, base):
-                found.reasons.append(reason)
+                counted.reasons.append(reason)
                 continue
             matmul = MATMUL_OF[operand]
             features = size.features()
@@ -109,13 +109,13 @@ def matmul_flops(
             padded_count = rounded_up(token_count, TOKENS)
             padded = 2 * micro_batches * padded_count * math.prod(wide)
             if padded >= 2 * flops:
-                found.reasons.append(_too_much_padding(features, wide, token_count, padded_count))
+                counted.reasons.append(_too_much_padding(features, wide, token_count, padded_count))
                 continue
-            found.sparse[matmul] += flops
-            found.zeros[matmul] += padded - flops
+            counted.sparse[matmul] += flops
+            counted.zeros[matmul] += padded - flops
             if text := padding(base, operand, *features):
-                found.padded[matmul, text] += 1
-    return found
+                counted.padded[matmul, text] += 1
+    return counted
 
 
 def _too_much_padding(

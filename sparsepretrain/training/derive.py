@@ -211,8 +211,8 @@ def tokenizer_file(source: WeightSource) -> Path | None:
     if source.config is None:
         if isinstance(source.path, str):
             return tokenizer(source.path).file()
-        own = source.path / "tokenizer.json"
-        return own.resolve() if own.is_file() else None
+        path = source.path / "tokenizer.json"
+        return path.resolve() if path.is_file() else None
     if source.run is not None and source.run.tokenizer_file.is_file():
         return source.run.tokenizer_file.resolve()
     task = source.config["task"]

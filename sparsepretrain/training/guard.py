@@ -139,9 +139,9 @@ def require_finite_weights(
     if math.isfinite(float(norm)):  # one read of the device
         return
     named = {k: getattr(p, "_local_tensor", p) for k, p in model.named_parameters()}
-    mine = [name for name, value in named.items() if not torch.isfinite(value).all()]
-    found = set().union(*world.gather(mine))
-    for name in (name for name in named if name in found):
+    nonfinite_here = [name for name, value in named.items() if not torch.isfinite(value).all()]
+    nonfinite = set().union(*world.gather(nonfinite_here))
+    for name in (name for name in named if name in nonfinite):
         raise DivergedError(
             f"step {step}: {name} holds weights that are not finite (a mask may hide them from the "
             "loss); they are not saved. Continue from the checkpoint before, with a lower optim.lr "
@@ -167,5 +167,5 @@ def _culprit(loss: float, culprits: Callable[[], list[str]]) -> str:
     if not names:
         return "the gradient norm is not finite"
     # backward carries a NaN from its origin to all layers before it
-    others = f" (and of {len(names) - 1} parameters before it)" if len(names) > 1 else ""
-    return f"the gradient of {names[-1]} is not finite{others}"
+    more = f" (and of {len(names) - 1} parameters before it)" if len(names) > 1 else ""
+    return f"the gradient of {names[-1]} is not finite{more}"

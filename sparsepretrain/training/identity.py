@@ -46,8 +46,8 @@ def run_hashes(session: Session, source: Checkpoint | None) -> dict[str, Any]:
     if source is not None:
         begun = RunDirectory.of_checkpoint(source.path)
         with contextlib.suppress(ConfigError):  # a file that cannot be read stops no run
-            kept = {} if begun is None else begun.environment()
-            return {key: kept[key] for key in ("hashes",) if key in kept}
+            environment = {} if begun is None else begun.environment()
+            return {key: environment[key] for key in ("hashes",) if key in environment}
         return {}
     run = session.run
     task = session.task

@@ -117,8 +117,8 @@ def _outcome(failed: ChildFailedError) -> int:
         raise RankError(failure.exitcode, f"rank {number} ended with {failure.exitcode}")
     messages = report.get("messages")
     # a loss that is not finite is so on all: then none is named
-    own = [f for f in failed.failures.values() if not _report_of(f).get("follows")]
-    shared = len(own) > 1 and all(_report_of(f).get("messages") == messages for f in own)
+    failures = [f for f in failed.failures.values() if not _report_of(f).get("follows")]
+    shared = len(failures) > 1 and all(_report_of(f).get("messages") == messages for f in failures)
     where = f"rank {number}: " if number and not shared else ""
     if messages is None:  # a defect; rank 0 has shown where
         sys.stderr.write(report["py_callstack"] if number else "")

@@ -247,8 +247,8 @@ def seed_draws(seed: int, step: int, micro: int) -> None:
 
 def _items(session: Session, batches: list[Batch]) -> int:
     """Return the number of items (such as target tokens) in the global batch."""
-    own = sum(map(session.task.count, batches))
-    return own if session.world.size == 1 else int(session.world.sum(torch.tensor(own)))
+    items = sum(map(session.task.count, batches))
+    return items if session.world.size == 1 else int(session.world.sum(torch.tensor(items)))
 
 
 def _losses(session: Session, step: int, batches: list[Batch]) -> Iterator[tuple[int, Tensor]]:

@@ -297,8 +297,8 @@ def moments(run: Run, method: Method) -> tuple[float, float]:
 
     def size_of(weight: Tensor) -> float:
         state = optimizer.state[weight].values()
-        found = [value.nbytes for value in state if isinstance(value, Tensor) and value.dim()]
-        return sum(found) / weight.numel()
+        sizes = [value.nbytes for value in state if isinstance(value, Tensor) and value.dim()]
+        return sum(sizes) / weight.numel()
 
     found = [p for p in weights.parameters() if p.dim() == 2]
     return size_of(found[0]), size_of(found[1])

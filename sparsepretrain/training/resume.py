@@ -41,16 +41,16 @@ def named_checkpoint(run: Run, console: Console) -> Checkpoint | None:
     if run.resume in ("auto", "never"):
         return None
     path = Path(run.resume)
-    own = RunDirectory(path).checkpoints
-    found = newest_valid(own, console.warn) if own.is_dir() else Checkpoint(path)
-    if found is None:
+    saved = RunDirectory(path).checkpoints
+    newest = newest_valid(saved, console.warn) if saved.is_dir() else Checkpoint(path)
+    if newest is None:
         raise CheckpointError(f"resume={path}: there is no whole checkpoint in it")
     if not path.is_dir():
         hint = "" if path.exists() else similar_directory(path)
         raise CheckpointError(f"resume={path}: expected auto, never or a checkpoint{hint}")
-    if (problem := found.problem()) is not None:
+    if (problem := newest.problem()) is not None:
         raise CheckpointError(f"resume={path} is damaged ({problem}): choose another")
-    differences = freeze.diff(found.config(), run)
+    differences = freeze.diff(newest.config(), run)
     fatal = [d for d in differences if d.startswith(FIXED)]
     if fatal:
         raise CheckpointError(f"resume={path} comes from another configuration: {'; '.join(fatal)}")
@@ -58,4 +58,4 @@ def named_checkpoint(run: Run, console: Console) -> Checkpoint | None:
     for difference in differences:
         if not difference.startswith(ignored):
             console.info(f"continuing with another value of {difference}")
-    return found
+    return newest

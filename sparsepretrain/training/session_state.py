@@ -28,7 +28,7 @@ def state_dict(session: Session) -> dict[str, Any]:
     parts: dict[str, Any] = {
         **asdict(session.counters),
         "fingerprint": session.task.fingerprint,
-        "observers": {o.name: kept for o in session.observers if (kept := o.state_dict())},
+        "observers": {o.name: saved for o in session.observers if (saved := o.state_dict())},
         "guard": session.guard.state_dict(),
         "sparsifier": session.sparsifier.state_dict(),
         "scaler": session.scaler.state_dict(),
@@ -64,8 +64,8 @@ def load_state_dict(
         session.model.load_state_dict(_parts(session, state["model"], session.model.state_dict()))
         _load_optimizer(session.model, session.optimizer, state, session.world)
         if session.ema is not None:
-            kept, updates = averages(state, session.model)
-            session.ema.load(_parts(session, kept, session.ema.averages), updates)
+            averaged, updates = averages(state, session.model)
+            session.ema.load(_parts(session, averaged, session.ema.averages), updates)
     except (RuntimeError, ValueError, KeyError) as error:
         text = f"{source} does not fit this model or optimizer: {reason(error)}"
         raise CheckpointError(text) from error
@@ -83,8 +83,8 @@ def _own(session: Session, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Return the tensors that this rank saves: rows of sharded ones; on rank 0 the others too."""
     if not session.is_sharded:
         return tensors
-    own = {name: session.world.rows(tensor) for name, tensor in tensors.items()}
-    return {name: value for name, value in own.items() if value is not None}
+    rows = {name: session.world.rows(tensor) for name, tensor in tensors.items()}
+    return {name: value for name, value in rows.items() if value is not None}
 
 
 def _parts(
@@ -96,10 +96,10 @@ def _parts(
 
 def averages(state: dict[str, Any], model: nn.Module) -> tuple[Mapping[str, Tensor | Stored], int]:
     """Return averaged weights and number of updates; without an EMA the model's weights and 0."""
-    kept = state.get("ema")
-    if kept is None:
+    ema = state.get("ema")
+    if ema is None:
         return {name: p.detach() for name, p in model.named_parameters()}, 0
-    return kept, state["ema_updates"]
+    return ema, state["ema_updates"]
 
 
 def _optimizer_state(

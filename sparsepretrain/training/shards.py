@@ -62,12 +62,12 @@ def _broadcast(model: nn.Module, given: dict[str, Tensor], world: World) -> None
 
     One at a time, so no device holds the whole model.
     """
-    for name, own in chain(model.named_parameters(), model.named_buffers()):
+    for name, target in chain(model.named_parameters(), model.named_buffers()):
         source = given[name].detach()
         whole = source if world.is_main else torch.empty_like(source, device="cpu")
         whole = whole.to(world.device).contiguous()
         dist.broadcast(whole, src=0)
-        own.copy_(world.part(whole, own))
+        target.copy_(world.part(whole, target))
 
 
 def _materialize(model: nn.Module) -> None:
@@ -78,15 +78,15 @@ def _materialize(model: nn.Module) -> None:
     """
     new: dict[Tensor, Tensor] = {}
     for module in model.modules():
-        for kept in (module._parameters, module._buffers):
-            for name, old in kept.items():
+        for tensors in (module._parameters, module._buffers):
+            for name, old in tensors.items():
                 if old is None:
                     continue
                 if old not in new:
                     room = torch.empty_like(old, device="cpu")
                     trained = isinstance(old, nn.Parameter)
                     new[old] = nn.Parameter(room, old.requires_grad) if trained else room
-                kept[name] = new[old]  # type: ignore[assignment]
+                tensors[name] = new[old]  # type: ignore[assignment]
 
 
 @contextlib.contextmanager

@@ -55,7 +55,7 @@ def step_cost(run: Run, task: Task, model: nn.Module) -> StepCost:
     """
     sizes: dict[int, int] = {}
     parameters = {p.untyped_storage()._cdata for p in model.parameters()}
-    found = list(blocks(model))
+    parts = list(blocks(model))
 
     def pack(saved: Tensor) -> Tensor:
         storage = saved.untyped_storage()
@@ -73,7 +73,7 @@ def step_cost(run: Run, task: Task, model: nn.Module) -> StepCost:
     hooks = saved_tensors_hooks(pack, lambda saved: saved)
     if run.activation_checkpointing:
         recompute_blocks(model)
-        for block in found:
+        for block in parts:
             block.register_forward_pre_hook(keep)
     with counter, hooks:
         loss, items = task.loss(model, batch)
@@ -85,5 +85,5 @@ def step_cost(run: Run, task: Task, model: nn.Module) -> StepCost:
         saved=sum(sizes.values()) * scale,
         largest=max(sizes.values(), default=0) * scale,
         items=items * run.batch.size,
-        blocks=len(found),
+        blocks=len(parts),
     )

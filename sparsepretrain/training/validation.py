@@ -42,18 +42,18 @@ def evaluate(
     share_statistics(session)
     session.model.eval()
     requests = split_requests(split, session.task.samples(split), session.run.batch.micro, batches)
-    own = requests[session.world.rank :: session.world.size]
+    share = requests[session.world.rank :: session.world.size]
     generates = session.task.generates(final=final)
     if session.is_sharded and not generates:  # ranks gather together, so all run as many forwards
         most = len(requests[:: session.world.size])
-        own += [requests[0]] * (most - len(own))
+        share += [requests[0]] * (most - len(share))
 
     def measure() -> dict[str, float] | None:
         if session.stopping is not None:
             return None
         observations: list[Observation] = []
         with _gathering(session, whole=generates), eager(session.setup.compiled):
-            for batch in _shown(session, split, own):
+            for batch in _shown(session, split, share):
                 if session.stopping is not None:  # one process; several agree after the evaluation
                     return None
                 with autocast(session.run.precision, session.device):

@@ -113,9 +113,9 @@ class World(Ranks):
         """Return the values of all ranks, in rank order."""
         if self.size == 1:
             return [value]
-        given: list[Any] = [None] * self.size
-        dist.all_gather_object(given, value, group=self.host)
-        return given
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.host)
+        return values
 
     def first(self, action: Callable[[], T]) -> T:
         """Run ``action`` on rank 0; all ranks return its result.

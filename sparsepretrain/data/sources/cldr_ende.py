@@ -192,15 +192,15 @@ class CldrEnDe(PairSource):
         """Generate all sentences: about a second for 5,000."""
         draws = Random(self.options.seed)
         seen = set[str]()
-        kept: dict[str, Pairs] = {split: [] for split in (*SPLITS[1:], SPLITS[0])}
-        for split, found in kept.items():
+        pairs_of_split: dict[str, Pairs] = {split: [] for split in (*SPLITS[1:], SPLITS[0])}
+        for split, chosen in pairs_of_split.items():
             size = getattr(self.options, f"{split}_pairs")
             tries = 0
-            while len(found) < size:
+            while len(chosen) < size:
                 pair, tries = sentence(draws), tries + 1
                 if seen.isdisjoint(pair):
                     seen.update(pair)
-                    found.append(pair)
+                    chosen.append(pair)
                 elif tries >= TRIES * size:
                     raise DataError(f"data.{split}_pairs: there are too few different sentences")
-        return kept
+        return pairs_of_split

@@ -58,7 +58,7 @@ class HfPairs(HubSource):
     def state(self) -> list[Any]:
         if not self.options.local:
             return super().state()
-        files = [(split, file) for split, found in self._local_files().items() for file in found]
+        files = [(split, file) for split, paths in self._local_files().items() for file in paths]
         refuse_shared((f"data.{split}", file) for split, file in files)
         return [[split, *file.stamp] for split, file in files]
 
@@ -112,5 +112,5 @@ class HfPairs(HubSource):
 
 def _sentence(columns: Row, code: str) -> str:
     """Return the sentence of one language, or "" if it is null."""
-    found = "" if columns[code] is None else text(columns, code)
-    return found.replace("\0", " ").strip()
+    sentence = "" if columns[code] is None else text(columns, code)
+    return sentence.replace("\0", " ").strip()

@@ -102,8 +102,8 @@ class HfText(HubSource):
             key = "split" if split == TRAIN else split
             has = ", ".join(self.files)
             raise DataError(f"data.{key}: data.data_files has no {name!r} (it has {has})")
-        found = [file for p in self.files[name] for file in match("data.data_files", p)]
-        return list({file.path: file for file in found}.values())
+        files = [file for p in self.files[name] for file in match("data.data_files", p)]
+        return list({file.path: file for file in files}.values())
 
     def _cut(self, files: list[TextFile]) -> list[Piece]:
         kind = cast(Format, self.options.path)

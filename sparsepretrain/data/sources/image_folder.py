@@ -44,13 +44,13 @@ class ImageFolder(IndexSource):
                 f"data.root: {root} is not a directory: put {self.options.name} there{size}, set "
                 "data.root=DIR, or train offline with data=digits"
             )
-        found = {}
+        classes = {}
         for split in (TRAIN, VALIDATION):
             directory = root / getattr(self.options, split)
-            found[split] = sorted(p for p in directory.glob("[!.]*") if p.is_dir())
-            if not found[split]:
+            classes[split] = sorted(p for p in directory.glob("[!.]*") if p.is_dir())
+            if not classes[split]:
                 raise DataError(f"data.{split}: {directory} holds no class directory")
-        return found
+        return classes
 
     def state(self) -> list[Any]:
         """Return the class directories and their modification times.
@@ -58,8 +58,8 @@ class ImageFolder(IndexSource):
         Listing all files of ImageNet takes too long for every start, so a file rewritten under its
         old name is not noticed.
         """
-        found = [(split, path) for split, paths in self._classes().items() for path in paths]
-        return [[split, path.name, path.stat().st_mtime_ns] for split, path in found]
+        directories = [(split, path) for split, paths in self._classes().items() for path in paths]
+        return [[split, path.name, path.stat().st_mtime_ns] for split, path in directories]
 
     def shards(self) -> list[Shard]:
         classes = self._classes()

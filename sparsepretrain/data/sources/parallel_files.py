@@ -38,7 +38,7 @@ class ParallelFiles(PairSource):
 
     def pairs(self) -> dict[str, Pairs]:
         """Read all files."""
-        found = {}
+        splits = {}
         for split, paths in self._files().items():
             source, target = (_sentences(path, f"data.{split}") for path in paths)
             if len(source) != len(target):
@@ -46,8 +46,8 @@ class ParallelFiles(PairSource):
                 raise DataError(f"data.{split}: expected corresponding lines, but {counts}")
             if not source:
                 raise DataError(f"data.{split}: {paths[0]} has no lines")
-            found[split] = list(zip(source, target, strict=True))
-        return found
+            splits[split] = list(zip(source, target, strict=True))
+        return splits
 
     def _files(self) -> dict[str, list[str]]:
         named = {split: getattr(self.options, split) for split in SPLITS}
@@ -61,7 +61,7 @@ def _sentences(path: str, key: str) -> list[str]:
             lines = file.readlines()
     except OSError as error:
         raise unreadable(path, error, key) from error
-    found = []
+    sentences = []
     for number, line in enumerate(lines, 1):
         place = f"{path}, line {number}"
         try:
@@ -72,5 +72,5 @@ def _sentences(path: str, key: str) -> list[str]:
             raise DataError(f"{place}: empty sentence: remove the pair")
         if "\0" in text:
             raise DataError(f"{place}: contains a NUL byte, which ends a sentence")
-        found.append(text)
-    return found
+        sentences.append(text)
+    return sentences

@@ -43,8 +43,8 @@ class PythonQA(PythonSource):
     def documents(self, shard: Shard) -> Iterator[Document]:
         for text, _ in super().documents(shard):
             assert isinstance(text, bytes)
-            found = functions(text.decode(errors="replace"))
-            short = (f for f in found if len(f[0]) <= NAME and len(f[1]) < CONTEXT * 3 // 4)
+            definitions = functions(text.decode(errors="replace"))
+            short = (f for f in definitions if len(f[0]) <= NAME and len(f[1]) < CONTEXT * 3 // 4)
             records = filter(None, itertools.starmap(_record, itertools.pairwise(short)))
             for number, both in enumerate(itertools.islice(records, self.options.per_file)):
                 yield encode(both[number % 2]), True

@@ -45,15 +45,15 @@ class PythonSource(FileSource):
         roots = self.options.roots
         if roots is None:
             roots = [sysconfig.get_path("stdlib")]
-        found = []
+        files = []
         for root in map(os.path.expanduser, roots):
             if not os.path.isdir(root):
                 raise DataError(f"data.roots: {root} is not a directory")
             below = list(_walk(root))
             if not below:
                 raise DataError(f"data.roots: {root} holds no .py file")
-            found.extend(below)
-        return found
+            files.extend(below)
+        return files
 
 
 def _walk(root: str) -> Iterator[TextFile]:

@@ -25,16 +25,16 @@ class Questions(RecordSource):
         context = text(row, "context")
         answers: Any = row["answers"]
         try:
-            found = list(zip(answers["text"], answers["answer_start"], strict=True))
+            spans = list(zip(answers["text"], answers["answer_start"], strict=True))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 "column 'answers' must hold the lists text and answer_start, of equal length"
             ) from error
-        if not found:
+        if not spans:
             raise ValueError("column 'answers' holds no answer")
-        for answer, start in found:
+        for answer, start in spans:
             if not isinstance(answer, str) or not isinstance(start, int):
                 raise ValueError("column 'answers' must hold texts and character positions")
             if not answer or start < 0 or context[start : start + len(answer)] != answer:
                 raise ValueError(f"answer {answer[:40]!r} is not in the context at {start}")
-        return {"question": text(row, "question"), "context": context, "answers": found}
+        return {"question": text(row, "question"), "context": context, "answers": spans}

@@ -86,11 +86,11 @@ class Teacher(GeneratedSource):
         o = self.options
         blocks = [(o.width, o.inner, 1), (o.inner, o.width, 2 * o.depth)] * o.depth
         shapes = [(o.inputs, o.width, 1), *blocks, (o.width, o.outputs, 1)]
-        found = []
+        layers = []
         for layer, (rows, columns, sums) in enumerate(shapes):
             weights = normals(o.teacher_seed, 0, layer << 32, (rows, columns))
-            found.append(np.float32(o.scale * (sums * rows) ** -0.5) * weights.astype(np.float32))
-        return found
+            layers.append(np.float32(o.scale * (sums * rows) ** -0.5) * weights.astype(np.float32))
+        return layers
 
 
 def normals(seed: int, stream: int, first: int, shape: tuple[int, int]) -> np.ndarray:

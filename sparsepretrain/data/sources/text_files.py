@@ -59,5 +59,5 @@ class TextFiles(FileSource):
 
     def _match(self, key: str) -> list[TextFile]:
         patterns = getattr(self.options, key)
-        found = [file for pattern in patterns for file in match(f"data.{key}", pattern)]
-        return list({file.path: file for file in found}.values())
+        files = [file for pattern in patterns for file in match(f"data.{key}", pattern)]
+        return list({file.path: file for file in files}.values())

@@ -72,14 +72,14 @@ class SparseMatmul(torch.autograd.Function):
         xf, xw = _inputs(layer, x)
         left = fprop.prepare(xf, "Xf")
         same = xw is xf and wgrad.format("Xw") == fprop.format("Xf")
-        kept = left if same else wgrad.prepare(xw, "Xw")
+        saved_x = left if same else wgrad.prepare(xw, "Xw")
         shape = *x.shape[:-1], geometry.out_features(target)
         y = fprop(MatmulCall("fprop", geometry, shape, x.dtype), left, operands.A, bias)
         b = operands.A if operands.B is None else operands.B
-        ctx.kinds = b.kind, kept.kind
+        ctx.kinds = b.kind, saved_x.kind
         # Saved tensors, although B is also in the cache of the layer: stored operands are rewritten
         # in place after a step, and autograd raises an error if this backward comes later.
-        ctx.save_for_backward(b.data, b.scale, operands.wgrad_scale, kept.data, kept.scale)
+        ctx.save_for_backward(b.data, b.scale, operands.wgrad_scale, saved_x.data, saved_x.scale)
         return y
 
     # Masks and draws are constants here, so second derivatives would be silently wrong.
@@ -276,13 +276,13 @@ class SparseLayer(nn.Module):
         was_meta = self.sparsity.previous_mask.is_meta
         super()._apply(fn, recurse)
         state = self.sparsity
-        own = self.operands
-        own.rows.follow(state)
+        operands = self.operands
+        operands.rows.follow(state)
         if was_meta and not state.previous_mask.is_meta:  # to_empty
             state.previous_mask.zero_()
-            own.initialized = not state.method_tensors
+            operands.initialized = not state.method_tensors
             self.sparse_model.left_meta = True
-        own.moved(state.previous_mask.device)
+        operands.moved(state.previous_mask.device)
         return self
 
     def register_parameter(self, name: str, param: Any) -> None:
@@ -304,29 +304,29 @@ class SparseLayer(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         state = self.sparsity
-        own = self.operands
+        operands = self.operands
         model = self.sparse_model
         values = {f"{prefix}weight": self.weight}
         names = (*state.method_tensors, PREVIOUS_MASK)
         values |= {f"{prefix}sparsity.{name}": getattr(state, name) for name in names}
         # broadcast_from_rank0 copies into the memory of a model that left the meta device
-        unset = not own.initialized
+        unset = not operands.initialized
         brings_weight, *brings_own = (_brings(state_dict, *item, unset) for item in values.items())
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        own.clear()
+        operands.clear()
         model.attachment.forget()
         is_new = model.is_new
         # Before the first step the method's tensors follow from the weights. A layer without values
         # computes them, because torch may have added its own unwritten ones to a dense state dict.
         if all(brings_own) and not (unset and is_new):
-            own.initialized = True
-            own.reset_due = False
+            operands.initialized = True
+            operands.reset_due = False
         elif brings_weight and is_new and not self.weight.is_meta:
             # initial weights of a dense model
-            if own.rows.is_prepared:
-                own.reset_due = True  # `attach` finds the own rows
+            if operands.rows.is_prepared:
+                operands.reset_due = True  # `attach` finds the own rows
             else:
-                own.reset(self.weight)
+                operands.reset(self.weight)
                 model.baseline_due = True
 
 

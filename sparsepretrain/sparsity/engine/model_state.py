@@ -156,13 +156,13 @@ class ModelState:
 
     def before_load(self, module: nn.Module, state_dict: Any, prefix: str, *args: Any) -> None:
         """Refuse the state of another method, and add the counters that a dense one lacks."""
-        own = title(self.method)
+        this = title(self.method)
         stored = state_dict.get(prefix + self.method_buffer)
         # A model that left the meta device may pass its own buffer, which has no values yet.
         named = stored is not None and not (stored.is_meta or self.left_meta)
-        if named and (other := _decoded(stored)) != own:
+        if named and (other := _decoded(stored)) != this:
             raise ConfigError(
-                f"the state dict is of a model with {other}, this one has {own}: call sparsify "
+                f"the state dict is of a model with {other}, this one has {this}: call sparsify "
                 "with the method, n and m of the checkpoint"
             )
         buffer = self.root.get_buffer(self.buffer)
@@ -175,7 +175,7 @@ class ModelState:
         else:
             device = buffer.device
         state_dict.setdefault(prefix + self.buffer, buffer)
-        state_dict.setdefault(prefix + self.method_buffer, _encoded(own).to(device))
+        state_dict.setdefault(prefix + self.method_buffer, _encoded(this).to(device))
 
     def _check_hooks(self) -> None:
         """Warn if the watched weight was updated without the hooks; see :class:`Attachment`."""
@@ -251,8 +251,8 @@ def _checksum(values: list[int]) -> int:
 
     Zeros, which a dense state dict may bring, are valid.
     """
-    own, zeros = (zlib.crc32(repr(v).encode()) for v in (values, [0] * len(values)))
-    return own ^ zeros
+    checksum, zeros = (zlib.crc32(repr(v).encode()) for v in (values, [0] * len(values)))
+    return checksum ^ zeros
 
 
 def _encoded(text: str) -> Tensor:

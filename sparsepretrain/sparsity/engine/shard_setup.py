@@ -50,26 +50,26 @@ def prepare(state: ModelState, layers: Mapping[str, SparseLayer]) -> None:
 
 def bind(state: ModelState, layers: Mapping[str, SparseLayer]) -> None:
     """Connect each layer to its shard after ``fully_shard``, and shard its buffers."""
-    found = {}
+    rows = {}
     for name, layer in layers.items():
         weight = layer.weight
         if not isinstance(weight, DTensor):
             raise ConfigError(
                 f"the weight of {name!r} was prepared and is not sharded: the order is {ORDER}"
             )
-        found[name] = ShardedRows(name, weight)
-    if len({own.group for own in found.values()}) > 1:
+        rows[name] = ShardedRows(name, weight)
+    if len({shard.group for shard in rows.values()}) > 1:
         raise ConfigError("sparse layers are sharded over different processes: use one mesh")
     for name, layer in layers.items():
-        own = layer.operands
-        if isinstance(own.rows, ShardedRows):
+        operands = layer.operands
+        if isinstance(operands.rows, ShardedRows):
             continue
-        own.rows = found[name]
-        found[name].shard_buffers(layer.sparsity, PREVIOUS_MASK)
-        own.clear()
-        if own.reset_due:
-            own.reset_due = False
-            own.reset(layer.weight)
+        operands.rows = rows[name]
+        rows[name].shard_buffers(layer.sparsity, PREVIOUS_MASK)
+        operands.clear()
+        if operands.reset_due:
+            operands.reset_due = False
+            operands.reset(layer.weight)
             state.baseline_due = True
     # Our hook drops stale operands, so it must run before the hooks of FSDP, which gather.
     hooks: Any = state.root._forward_pre_hooks

@@ -83,12 +83,12 @@ class Steps:
         # fused optimizers unscale inside their kernel, so the decay has to be scaled too
         scale = getattr(optimizer, "grad_scale", None)
         for name, layer in self.layers.items():
-            own = layer.operands
-            weight = own.rows.local(layer.weight)
-            grad = own.rows.gradient(layer.weight)
+            operands = layer.operands
+            weight = operands.rows.local(layer.weight)
+            grad = operands.rows.gradient(layer.weight)
             if grad is None:
                 continue
-            mask = own.mask(weight)
+            mask = operands.mask(weight)
             # unpacking takes a launch, and writes and reads a byte per weight
             if not method.reads_packed_masks:
                 mask = unpacked(mask, weight.shape)

@@ -84,11 +84,11 @@ class MasterShard(Tensor):
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         """Return the own rows of (A,) or (A, B) in the dtype of the matmuls, padded."""
-        own: Any = module.operands
-        parts = own.to_gather(self, mp_policy.param_dtype or self.dtype, module.training)
-        parts = tuple(map(own.rows.padded, parts))
+        operands: Any = module.operands
+        parts = operands.to_gather(self, mp_policy.param_dtype or self.dtype, module.training)
+        parts = tuple(map(operands.rows.padded, parts))
         # FSDP drops all tensors but the first if there is one shard
-        return parts, (own, parts[1:] if own.rows.world == 1 else ())
+        return parts, (operands, parts[1:] if operands.rows.world == 1 else ())
 
     def fsdp_post_all_gather(
         self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
@@ -231,13 +231,13 @@ class ShardedRows(Rows):
             layer.__dict__[name] = plain(layer.get_buffer(name))
 
     def write(self, layer: nn.Module, name: str, value: Tensor) -> None:
-        own = getattr(layer, name)
+        buffer = getattr(layer, name)
         if name in self.names:
-            own.copy_(self.own_rows(value))
+            buffer.copy_(self.own_rows(value))
         elif name in layer._parameters:  # FSDP shards Parameters of the method by itself
-            plain(own).copy_(ShardedRows(name, own).own_rows(value))
+            plain(buffer).copy_(ShardedRows(name, buffer).own_rows(value))
         else:
-            own.copy_(value)
+            buffer.copy_(value)
 
 
 class WholeState:

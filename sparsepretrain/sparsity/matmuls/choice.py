@@ -188,7 +188,7 @@ class SparseMatmulPolicy:
         """Return N:M operand -> the reason for which it cannot be packed; "": it can."""
         device = self.device if size.device.type == "meta" else size.device
         missing = "" if device is None else unsupported(device, fp8=uses_fp8(base)) or ""
-        found = {}
+        whys = {}
         for name, operand in row._asdict().items():
             if operand.pattern is None:
                 continue
@@ -198,8 +198,8 @@ class SparseMatmulPolicy:
             elif not why:
                 matmul = getattr(base, MATMUL_OF[name])
                 why = cannot_pack(matmul) or missing or size.no_matrix()
-            found[name] = why
-        return found
+            whys[name] = why
+        return whys
 
     def require(self, method: str, reasons: Iterable[Mapping[str, str]]) -> None:
         """Refuse a model without a single sparse matmul, unless ``auto`` chooses."""

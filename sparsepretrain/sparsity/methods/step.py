@@ -78,8 +78,8 @@ class STEP(MaskedDecay, STE):
             raise ConfigError(
                 f"sparsity=step needs optim=adamw (it freezes its moments), got {options.name}"
             )
-        own = ("option", "frozen_bias_correction", "denominator")
-        given: dict[str, Any] = {key: getattr(self.options, key) for key in own}
+        names = ("option", "frozen_bias_correction", "denominator")
+        given: dict[str, Any] = {key: getattr(self.options, key) for key in names}
         given |= {key: getattr(options, key) for key in ("lr", "betas", "eps", "weight_decay")}
         clipping = (self._bound(0), self._bound(1))
         window = self.options.window_length
