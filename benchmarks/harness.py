@@ -85,9 +85,10 @@ class Options:
     @property
     def label(self) -> str:
         """Suffix for the name of a case."""
-        return ", fp8" * self.fp8 + f", sparse_matmuls={self.sparse_matmuls}" * (
-            self.sparse_matmuls != "emulate"
-        )
+        label = ", fp8" if self.fp8 else ""
+        if self.sparse_matmuls != "emulate":
+            label += f", sparse_matmuls={self.sparse_matmuls}"
+        return label
 
     def precision(self, device: torch.device) -> dict[str, str] | None:
         """Return the `precision` argument of `sparsify`; a CPU simulates fp8."""
@@ -279,7 +280,8 @@ def describe(case: dict[str, Any]) -> str:
     text += "".join(f", {times:.2f}× {other}" for other, times in speed.items())
     for key, sign in (("at_most", "≤"), ("at_least", "≥")):
         if case[key] is not None:
-            text += f" ({sign} {case[key]:g}{', missed' * (case['ok'] is False)})"
+            missed = ", missed" if case["ok"] is False else ""
+            text += f" ({sign} {case[key]:g}{missed})"
     return text if case["status"] == "ok" else f"{text}, {case['status']}"
 
 

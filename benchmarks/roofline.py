@@ -176,7 +176,8 @@ def expected() -> list[str]:
         found = model.ratios()
         speed = f"{1e3 * model.seconds:.1f} | {model.tokens / model.seconds / 1e3:.0f}"
         emulated = f"{found['ste']:.2f}, {found['sste']:.2f}"
-        auto = ", ".join(f"{found[f'{name}:auto']:.2f}" for name in ("sste", "tsrste", "slope"))
+        chosen = [found[f"{name}:auto"] for name in ("sste", "tsrste", "slope")]
+        auto = ", ".join(f"{ratio:.2f}" for ratio in chosen)
         size = f"{model.name}, micro {model.micro} × {model.length}"
         rows.append(f"| {size} | {speed} | {model.mfu:.0%} | {emulated} | {auto} |")
     return rows

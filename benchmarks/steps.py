@@ -323,13 +323,15 @@ class Bench:
                 continue
             text = f"  {label:20} {case.value:9.1f} ms a step"
             text += f" {found['ms_per_micro_batch']:8.1f} ms a micro-batch"
-            text += f"  {found[f'{unit}_per_second'] / 1e3:8.1f} k {unit}/s"
+            speed = found[f"{unit}_per_second"] / 1e3
+            text += f"  {speed:8.1f} k {unit}/s"
             text += f"  host {found['host_share']:4.0%}"
             if "mfu_dense" in found:
                 text += f"  MFU {found['mfu_dense']:5.1%}"
             for other in BASELINES:
-                if f"over_{other}" in found:
-                    text += f"  {found[f'over_{other}']:.3f}× {other}"
+                ratio = found.get(f"over_{other}")
+                if ratio is not None:
+                    text += f"  {ratio:.3f}× {other}"
             if "peak_gib" in found:
                 text += f"  {found['peak_gib']:.2f} GiB"
             text += f"  first step {found['first_step_s']:.0f} s  {found['note']}"

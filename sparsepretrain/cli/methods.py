@@ -27,7 +27,7 @@ class Methods(Verb):
         for name in registry.names("method"):
             method: Any = registry.get("method", name)
             if not issubclass(method, Method):  # of a plug-in; training rejects the class
-                rows.append([name, *"?" * len(COLUMNS)])
+                rows.append([name, *(["?"] * len(COLUMNS))])
                 continue
             rows.append([name, *(operand.text for operand in typical_row(name, method))])
             words = [method.summary, method.paper]

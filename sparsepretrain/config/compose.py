@@ -197,12 +197,13 @@ def _composing(parsed: Overrides) -> Iterator[str]:
     from hydra.errors import HydraException, MissingConfigException
     from omegaconf.errors import OmegaConfBaseException
 
-    ours, *users = parsed.path
+    ours, *others = parsed.path
+    locations = [quote(f"file://{directory}") for directory in others]
     # Hydra 1.3 behaves like 1.1 without version_base, which Hydra 1.4 deprecates.
     base = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
     try:
         with hydra.initialize_config_dir(str(ours), job_name=PRIMARY, **base):
-            yield f"hydra.searchpath=[{','.join(quote(f'file://{user}') for user in users)}]"
+            yield f"hydra.searchpath=[{','.join(locations)}]"
     except yaml.YAMLError as error:
         raise ConfigError(f"YAML error: {one_line(error)}") from error
     except MissingConfigException as error:

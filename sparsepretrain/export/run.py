@@ -70,7 +70,8 @@ def export_run(
         shutil.rmtree(stage, ignore_errors=True)
     of = f"step {source.step:,}"
     if source.averaged:
-        of = f"mean of steps {', '.join(f'{step:,}' for step in source.averaged_steps)}"
+        steps = [f"{step:,}" for step in source.averaged_steps]
+        of = f"mean of steps {', '.join(steps)}"
     rows = [("checkpoint", f"{source.path}, {of}"), ("weights", about["weights"])]
     equal = "equal to the bit" if not difference else f"largest difference {difference:.1e}"
     rows += [("loads as", type(converted.model).__name__), ("logits", f"evaluation's, {equal}")]

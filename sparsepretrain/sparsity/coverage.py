@@ -79,10 +79,10 @@ class Coverage:
         cells = []
         sizes = [(r.out_features, r.in_features, *r.kernel) for r in self.layers]
         for layer, size in zip(self.layers, sizes, strict=True):
-            marked = [layer.emulated.get(k) == "" for k in MATMULS]
-            texts = [
-                getattr(layer, k) + " (sparse)" * m for k, m in zip(MATMULS, marked, strict=True)
-            ]
+            texts = []
+            for matmul in MATMULS:
+                is_sparse = layer.emulated.get(matmul) == ""
+                texts.append(getattr(layer, matmul) + (" (sparse)" if is_sparse else ""))
             cells.append([layer.name, " × ".join(map(str, size)), *texts])
         lines = _in_columns([*rows, *collapsed(cells)])
         share = self.sparse_parameters / max(self.total_parameters, 1)

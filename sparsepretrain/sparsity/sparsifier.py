@@ -37,9 +37,13 @@ class Sparsifier:
         self.steps = Steps(state, self.layers)
 
     def __repr__(self) -> str:
-        words = [title(self.method), f"{len(self.layers)} layers", self._state.label]
-        words += [f"step {self.completed_steps}", "densified" * self._densified]
-        return f"Sparsifier({', '.join(filter(None, words))})"
+        words = [title(self.method), f"{len(self.layers)} layers"]
+        if self._state.label:
+            words.append(self._state.label)
+        words.append(f"step {self.completed_steps}")
+        if self._densified:
+            words.append("densified")
+        return f"Sparsifier({', '.join(words)})"
 
     @property
     def method(self) -> Method:

@@ -167,11 +167,11 @@ def _is_number(text: str) -> bool:
 
 
 def _verdicts(rulings: Sequence[tuple[tables.Claim, Ruling]], table: Table) -> list[str]:
-    found = [
-        (f"{c.text}{f' ({c.source})' if c.source else ''}", f"**{r.verdict}**", r.why)
-        for c, r in rulings
-    ]
-    header, rows = _with_holm(("claim", "verdict", "why"), found, [r for _, r in rulings])
+    cells = []
+    for claim, ruling in rulings:
+        text = f"{claim.text} ({claim.source})" if claim.source else claim.text
+        cells.append((text, f"**{ruling.verdict}**", ruling.why))
+    header, rows = _with_holm(("claim", "verdict", "why"), cells, [r for _, r in rulings])
     bar = (
         f"A verdict needs p < {ALPHA:g} and {SEEDS} seeds, by the test of its kind "
         "(docs/claims.md); in brackets 95 % intervals."
@@ -291,12 +291,13 @@ def _tuned(results: TableResults, table: Table) -> list[str]:
     tune = table.scales[results.scale].tune
     assert tune is not None
     several = len(tune.seeds) > 1
-    seeds = f"the seed{'s' * several} {', '.join(map(str, tune.seeds))}"
+    seeds = f"the {'seeds' if several else 'seed'} {', '.join(map(str, tune.seeds))}"
+    chosen_by = f"mean of the {metric.label}" if several else metric.label
     number = len(tune.settings(next(iter(table.rows))))
     text = (
-        f"{number} settings per row, each run with {seeds}; the best {'mean of the ' * several}"
-        f"{metric.label} chose. The verdicts below use other seeds. At an end: chosen values that "
-        "are the smallest or largest tried; a wider grid may be better."
+        f"{number} settings per row, each run with {seeds}; the best {chosen_by} chose. The "
+        "verdicts below use other seeds. At an end: chosen values that are the smallest or largest "
+        "tried; a wider grid may be better."
     )
     numbers = ("mean", "means of the others") if several else ("value", "values of the others")
     return [text, "", *markdown_table(("row", "chosen", "at an end", *numbers), rows)]

@@ -321,10 +321,10 @@ def require_a_sparse_step(run: Run) -> None:
     # most phases, once entered, last to the end of the window: then the first look is enough
     elif any(method.phase_of(step).row.sparse for step in (last, *range(schedule.start, last))):
         return
-    keys = [key for key in PHASES if hasattr(run.sparsity, key)]
+    keys = [f"sparsity.{key}" for key in PHASES if hasattr(run.sparsity, key)]
     raise ConfigError(
         f"sparsity={run.sparsity.name}: none of the {run.steps} steps would train sparse: change "
-        f"{' or '.join(f'sparsity.{key}' for key in keys)}, or give more steps"
+        f"{' or '.join(keys)}, or give more steps"
     )
 
 
