@@ -19,7 +19,8 @@ class Clock:
         self.seed = seed
         self.step = 0
         self.micro = 0
-        self.begun = 0  # micro-batches of this process, within which calls of a layer are numbered
+        self.begun = 0
+        """Micro-batches begun in this process; calls of a layer are numbered within each."""
         self.capacity = 0
         """Largest number of tokens in a micro-batch; 0: all have equally many."""
         self.tensor = torch.zeros(2, dtype=torch.int64, device=device)
@@ -38,6 +39,12 @@ class Clock:
             with torch.inference_mode(False):
                 self.tensor = torch.zeros_like(self.tensor, device=device)
         fill(self.tensor, [step, self.micro])
+
+    def advance_to(self, step: int) -> None:
+        """Begin the first micro-batch after ``step`` completed steps; call :meth:`set` later."""
+        self.step = step
+        self.micro = 0
+        self.begun += 1
 
     def begin_micro(self, micro: int) -> None:
         """Begin the micro-batch that the next forward sees."""
@@ -81,12 +88,12 @@ class MicroBatches:
         self._on_begin = on_begin
         self.counts_forwards = True
         """False if the loop calls `Sparsifier.micro_batch`."""
-        self._next_layer_begins = True  # for a root that is bypassed
+        self._layer_may_begin = True  # for a root that is bypassed
         self._is_first = True  # the next forward is the first one after a step
 
     def restart(self) -> None:
         """Begin again with number 0: a step is complete."""
-        self.counts_forwards = self._next_layer_begins = self._is_first = True
+        self.counts_forwards = self._layer_may_begin = self._is_first = True
 
     def set_index(self, index: int, capacity: int) -> None:
         """Set the micro-batch that the next forward sees."""
@@ -98,7 +105,7 @@ class MicroBatches:
         """Begin a micro-batch with a training forward of the root."""
         if not (self.counts_forwards and module.training):
             return
-        self._next_layer_begins = False
+        self._layer_may_begin = False
         # A reentrant checkpoint of the root runs it without gradients first, on inputs that
         # require some.
         if torch.is_grad_enabled() or any(getattr(x, "requires_grad", False) for x in args):
@@ -107,12 +114,12 @@ class MicroBatches:
     def layer_runs(self) -> None:
         """Begin a micro-batch with the first layer after a backward if the root was bypassed."""
         # also without gradients, for checkpoints that are recomputed
-        if self.counts_forwards and self._next_layer_begins:
+        if self.counts_forwards and self._layer_may_begin:
             self._begin()
 
     def backward_runs(self) -> None:
         """Let the next forward begin another micro-batch."""
-        self._next_layer_begins = True
+        self._layer_may_begin = True
 
     # The public torch.compiler.disable imports 1.3 s of dynamo where it decorates.
     @torch._disable_dynamo
@@ -126,7 +133,7 @@ class MicroBatches:
             world = torch.distributed.get_world_size()
         self.clock.begin_micro(rank if self._is_first else self.clock.micro + world)
         self._on_begin()
-        self._is_first = self._next_layer_begins = False
+        self._is_first = self._layer_may_begin = False
 
 
 def is_recomputing() -> bool:

@@ -53,7 +53,7 @@ class MethodOptions:
 
 
 class Projection(NamedTuple):
-    """Operands of one weight for one optimizer step."""
+    """Operands A and B of one weight, and its mask. To project is to compute them from W."""
 
     forward: Tensor | None  # A(W), shape of W; None: the weight itself
     mask: Tensor | None
@@ -149,7 +149,7 @@ class Method:
 
     @property
     def sparse_row(self) -> Row:
-        """Operands of the last sparse phase."""
+        """Operands of the final sparse phase of the schedule."""
         return Row()
 
     def nm(self, text: str, axis: Literal["in", "out", "tokens"] = "in") -> Operand:
@@ -181,7 +181,8 @@ class Method:
     def update_(self, weight: Tensor, state: LayerState) -> None:
         """Update the layer's tensors in place, before the first forward and after every step.
 
-        Called inside the window only. ``weight`` is the stored master weight after the step.
+        Called inside the window only. ``weight`` is the master weight after the step (fp32 or
+        wider).
         """
 
     def mask(self, weight: Tensor, dim: int) -> Tensor:
@@ -191,8 +192,9 @@ class Method:
     def project(self, weight: Tensor, state: LayerState) -> Projection:
         """Return A(W), B(W) and the mask of a stored master weight (fp32 or wider).
 
-        Called once per optimizer step, in each forward, or in a compiled graph: the result depends
-        on the arguments, options and :attr:`phase` only. Other state is in the layer (`update_`).
+        Called in each forward, or once per optimizer step if operands are stored, and in compiled
+        graphs: the result depends on the arguments, options and :attr:`phase` only. Other state is
+        in the layer (`update_`).
         """
         return Projection(None, None)
 
@@ -250,7 +252,7 @@ class Method:
         return None
 
     def read_optimizer(self, optimizer: Any) -> None:
-        """Read state of the optimizer that decides the phase; called on attach and after each step.
+        """Read the optimizer state on which the phase depends; called on attach and after steps.
 
         Raises:
             ConfigError: the method needs another kind of optimizer.

@@ -8,7 +8,11 @@ FPROP, DGRAD, WGRAD = 0, 1, 2  # numbers of the matmuls in noise keys
 
 
 class Operand(NamedTuple):
-    """One operand of one matmul."""
+    """One operand of one matmul.
+
+    Operands are compared by value: one that is not :data:`W`, :data:`X`, :data:`G` or :data:`DW`
+    makes the engine call the method's function for it.
+    """
 
     text: str  # formula
     pattern: tuple[int, int] | None = None  # (N, M) if N:M along the axis the matmul sums over
@@ -36,6 +40,7 @@ class Row(NamedTuple):
     @property
     def operands(self) -> dict[str, tuple[Operand, ...]]:
         """Matmul -> operands: the weight (in wgrad U), and X or G where the method changes them."""
+        # A is N:M along in_features; dgrad sums over out_features, where it counts as dense
         backward = Operand(self.A.text, *self.B[1:]) if self.B.text == "A" else self.B
         return {
             "fprop": (self.A,) if self.Xf == X else (self.A, self.Xf),

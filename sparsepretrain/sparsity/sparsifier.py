@@ -88,12 +88,14 @@ class Sparsifier:
 
         Before a step they change gradients (J); after it they update counters, masks and operands,
         and count flips. Wrappers that expose ``.optimizer`` (Accelerate, Lightning) are unwrapped.
-        The masks at this moment are the reference of the first flip rate.
+        Before the first step, the masks at this moment are the reference of the first flip rate; a
+        resumed model brings its own. Counting flips projects every weight once per step, unless
+        operands are stored.
 
         Args:
             optimizer, others: the optimizers of the model, such as Muon and AdamW, in any order.
-            only_finite: the loop steps on finite gradients only. A fused optimizer then skips no
-                step, and its ``found_inf`` is not read from the device after each of them.
+            only_finite: training ends with the first gradient that is not finite. Then
+                ``found_inf`` of a fused optimizer is not read from the device after each step.
 
         Raises:
             ConfigError: already attached, not an optimizer, a sparse weight is missing, sparse
@@ -119,10 +121,11 @@ class Sparsifier:
             (optimizer, *others),
             sharded=self._rows.is_sharded,
         )
-        if (mark := getattr(hooked, "mark_sparse", None)) is not None:
+        mark = getattr(hooked, "mark_sparse", None)
+        if mark is not None:  # StepAdamW treats sparse parameters differently
             mark([layer.weight for layer in self.layers.values()])
         self.method.read_optimizer(hooked)
-        self._state.write()
+        self._state.write()  # the optimizer may have changed scalars and phase
         self.steps.only_finite = only_finite
         self._state.attachment.attach(hooked, self.steps.before, self.steps.after)
         self._state.baseline_due = self.completed_steps == 0
@@ -167,8 +170,15 @@ class Sparsifier:
         self.refresh()
 
     def detach(self) -> None:
-        """Remove the hooks of :meth:`attach`; the layers stay sparse."""
+        """Remove the hooks of :meth:`attach`; the layers stay sparse.
+
+        Nothing refreshes stored operands from here on, so none are stored any more: every forward
+        projects. A sharded model still stores them: call :meth:`refresh` after its weights changed.
+        """
         self._state.attachment.detach()
+        if not self._rows.is_sharded:
+            for layer in self.layers.values():
+                layer.operands.store_as(None)
 
     def store_operands(self, dtype: torch.dtype | None = None) -> None:
         """Cache operands: project once per optimizer step instead of in every forward.
@@ -216,7 +226,7 @@ class Sparsifier:
         if self._state.policy is not None:
             self._state.policy.micro_batches = micro_batches
         for name, layer in self.layers.items():
-            dtype = layer.operands.store or layer.weight.dtype
+            dtype = layer.operands.stored_dtype or layer.weight.dtype
             has_bias = layer.bias is not None
             layer.operands.try_matmuls(layer.weight, inputs[name], dtype, bias=has_bias)
 
@@ -251,7 +261,7 @@ class Sparsifier:
         """
         self._state.sync()
         for name, layer in self.layers.items():
-            layer.operands.hold(layer.weight, masks[name])
+            layer.operands.override_mask(layer.weight, masks[name])
 
     def refresh(self) -> None:
         """Recompute stored operands; call this after changing weights by hand."""
@@ -329,11 +339,11 @@ class Sparsifier:
             if state.get(key) != own_state[key]:
                 text = f"{key} is {state.get(key)}, this model has {own_state[key]}"
                 raise CheckpointError(f"sparsifier state: {text}")
-        own = self._state
-        own.compared_at = int(state["compared_at"])
-        own.flips = None
-        own.method.scalars = {key: int(state[key]) for key in own.method.scalars}
-        own.set_step(int(state["completed_steps"]))
+        model = self._state
+        model.compared_at = int(state["compared_at"])
+        model.flips = None
+        model.method.scalars = {key: int(state[key]) for key in model.method.scalars}
+        model.set_step(int(state["completed_steps"]))
         self.refresh()
 
     @property

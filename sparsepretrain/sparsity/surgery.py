@@ -49,7 +49,9 @@ def sparsify(
     """Make layers of ``model`` sparse, in place, and derive frozen state from initial weights.
 
     Every Parameter keeps its object, name and shape, so optimizers built before or after, state
-    dicts and ``save_pretrained`` keep working. All state is in the model's state dict.
+    dicts and ``save_pretrained`` keep working. Build the optimizer afterwards if the method adds
+    Parameters (adapters of SLoPe), or after :meth:`Sparsifier.prepare_sharding`. All state is in
+    the model's state dict.
 
     Args:
         model: contains nn.Linear, nn.Conv2d or transformers' Conv1D layers.
@@ -103,12 +105,16 @@ def sparsify(
     cls: type[Method] = registry.get("method", method)
     values = {"name": method, "n": n, "m": m, "targets": list(targets), **options}
     chosen: MethodOptions = build(cls.Options, values)
-    settings: Any = {
-        "total_steps": total_steps,
-        "sparse_matmuls": sparse_matmuls,
-        "precision": precision,
-    }
-    return sparsify_with(model, chosen, targets=targets, exclude=exclude, seed=seed, **settings)
+    return sparsify_with(
+        model,
+        chosen,
+        targets=targets,
+        exclude=exclude,
+        seed=seed,
+        total_steps=total_steps,
+        sparse_matmuls=sparse_matmuls,
+        precision=precision,
+    )
 
 
 def sparsify_with(
@@ -156,6 +162,7 @@ def sparsify_with(
     if policy is not None:
         policy.require(options.name, (matmuls.reasons for matmuls in expected))
     state = ModelState(model, method, formats, policy, seed, device)
+    # keys of draws: layers that were made sparse before have the first numbers
     first = sum(isinstance(module, SparseLayer) for module in model.modules())
     for index, (name, layer) in enumerate(layers.items(), first):
         replacement = replacement_of(layer)
@@ -164,7 +171,7 @@ def sparsify_with(
         with torch.no_grad():
             layer_state.add_tensors(method.initial_state(widen(weight), layer_state))
             if method.schedule.start == 0:
-                method.update_(weight, layer_state)
+                method.update_(widen(weight), layer_state)
         size = LayerSize(tuple(weight.shape), replacement.in_dim, weight.device)
         matmuls = LayerMatmuls(method, formats, policy, size)
         # the object stays: references, hooks and second names keep working

@@ -48,7 +48,7 @@ def by_pointer(own: Any, weight: Any, training: bool = False) -> Any:
     """Projections cached by the address of the rows, which changes on some ranks only."""
     if not isinstance(own.rows, ShardedRows):
         return project(own, weight, training)
-    key = own.state.step, own._uses_training_set(training), own.rows.local(weight).data_ptr()
+    key = own.state.step, own._key(training), own.rows.local(weight).data_ptr()
     kept = own.__dict__.setdefault("kept_by_pointer", {})
     if key not in kept:
         kept[key] = project(own, weight, training)

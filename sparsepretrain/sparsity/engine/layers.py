@@ -29,7 +29,12 @@ from sparsepretrain.sparsity.operand_table import DGRAD, WGRAD, G, X
 
 
 class SparseMatmul(torch.autograd.Function):
-    """Y = fprop(Xf(X), A) + b; dX = dgrad(P(G), B); dW = wgrad(U(G), Xw(X))."""
+    """Y = fprop(Xf(X), A) + b; dX = dgrad(P(G), B); dW = wgrad(U(G), Xw(X)).
+
+    The forward multiplies by A; the gradient of A is returned for ``target``. For most methods this
+    is the stored weight W, although A was computed from W without autograd: the straight-through
+    estimator. A differentiable method passes A itself, and autograd goes on from there.
+    """
 
     @staticmethod
     def forward(
@@ -38,7 +43,7 @@ class SparseMatmul(torch.autograd.Function):
         target: Tensor,
         bias: Tensor | None,
         operands: Operands,
-        layer: LayerOperands | None,
+        layer_operands: LayerOperands | None,
         geometry: Geometry,
         matmuls: Matmuls,
         reading: ClockReading,
@@ -52,24 +57,25 @@ class SparseMatmul(torch.autograd.Function):
             target: receives dW, in the layout of the stored weight; its values are not read.
             bias: added in fprop.
             operands: A, B and the factor of dW.
-            layer: its method gives Xf, Xw, P and U; None: X and G as they are.
+            layer_operands: their method computes Xf, Xw, P and U; None: X and G are unchanged.
             geometry: linear layer or convolution.
             matmuls: compute the three matmuls.
             reading: (completed steps, micro-batch), which key the draws of the backward.
             call: number of the call within the micro-batch, which keys them too.
-            micro_batches: hear of the backward; None: nothing is numbered.
+            micro_batches: notified when the backward runs; None in compiled graphs and evaluation.
         """
-        # Attributes keep the values of this forward when checkpointing recomputes saved tensors.
+        # Attributes of ctx stay those of this forward when activation checkpointing computes the
+        # saved tensors again: the draws of the backward must not change.
         ctx.reading = reading
         ctx.call = call
         ctx.micro_batches = micro_batches
-        ctx.layer = layer
+        ctx.layer_operands = layer_operands
         ctx.geometry = geometry
         ctx.matmuls = matmuls
         ctx.shapes = x.shape, target.shape
         ctx.dtypes = x.dtype, target.dtype, None if bias is None else bias.dtype
         fprop, _, wgrad = matmuls
-        xf, xw = _inputs(layer, x)
+        xf, xw = _inputs(layer_operands, x)
         left = fprop.prepare(xf, "Xf")
         same = xw is xf and wgrad.format("Xw") == fprop.format("Xf")
         saved_x = left if same else wgrad.prepare(xw, "Xw")
@@ -78,7 +84,8 @@ class SparseMatmul(torch.autograd.Function):
         b = operands.A if operands.B is None else operands.B
         ctx.kinds = b.kind, saved_x.kind
         # Saved tensors, although B is also in the cache of the layer: stored operands are rewritten
-        # in place after a step, and autograd raises an error if this backward comes later.
+        # in place after a step, and autograd raises an error if this backward comes later. Under
+        # FSDP2 this memory is empty until the gather before the backward fills it again.
         ctx.save_for_backward(b.data, b.scale, operands.wgrad_scale, saved_x.data, saved_x.scale)
         return y
 
@@ -88,7 +95,9 @@ class SparseMatmul(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return dX, dW and db."""
         b, b_scale, wgrad_scale, x, x_scale = ctx.saved_tensors
-        layer, geometry, (_, dgrad, wgrad) = ctx.layer, ctx.geometry, ctx.matmuls
+        layer_operands = ctx.layer_operands
+        geometry = ctx.geometry
+        _, dgrad, wgrad = ctx.matmuls
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         dx = dw = db = None
         if ctx.micro_batches is not None:
@@ -98,64 +107,66 @@ class SparseMatmul(torch.autograd.Function):
             wide = torch.promote_types(grad.dtype, torch.float32)
             db = geometry.bgrad(grad, wide).to(ctx.dtypes[2])
         if need_dx:
-            pruned = dgrad.prepare(_pruned(layer, geometry, ctx.reading, ctx.call, grad), "P")
+            p = _dgrad_gradient(layer_operands, geometry, ctx.reading, ctx.call, grad)
             call = MatmulCall("dgrad", geometry, ctx.shapes[0], grad.dtype)
-            dx = dgrad(call, pruned, Prepared(ctx.kinds[0], b, b_scale)).to(ctx.dtypes[0])
+            weight = Prepared(ctx.kinds[0], b, b_scale)
+            dx = dgrad(call, dgrad.prepare(p, "P"), weight).to(ctx.dtypes[0])
         if need_dw:
-            draw = partial(_sampled, layer, geometry, ctx.reading, ctx.call)
-            estimate = wgrad.prepare(Estimate(grad, draw), "U")
+            # The matmul draws U(G) when it prepares it, in the memory order that it reads.
+            draw = partial(_wgrad_gradient, layer_operands, geometry, ctx.reading, ctx.call)
+            u = wgrad.prepare(Estimate(grad, draw), "U")
             call = MatmulCall("wgrad", geometry, ctx.shapes[1], torch.float32)
-            dw = wgrad(call, estimate, Prepared(ctx.kinds[1], x, x_scale)).to(ctx.dtypes[1])
+            dw = wgrad(call, u, Prepared(ctx.kinds[1], x, x_scale)).to(ctx.dtypes[1])
             dw = dw if wgrad_scale is None else dw * wgrad_scale
         return dx, dw, db, None, None, None, None, None, None, None
 
 
-def _inputs(layer: LayerOperands | None, x: Tensor) -> tuple[Tensor, Tensor]:
+def _inputs(layer_operands: LayerOperands | None, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return Xf(X) and Xw(X); the same tensor if they are equal."""
-    if layer is None:
+    if layer_operands is None:
         return x, x
-    method = layer.method
-    row = layer.method.phase.row
+    method = layer_operands.method
+    row = method.phase.row
     for_fprop = method.fprop_input(x) if row.Xf != X else x
     for_wgrad = by_groups_of_tokens(x, method.wgrad_input) if row.Xw != X else x
     return for_fprop, for_wgrad
 
 
-def _pruned(
-    layer: LayerOperands | None,
+def _dgrad_gradient(
+    layer_operands: LayerOperands | None,
     geometry: Geometry,
     reading: ClockReading,
     call: int,
     grad: Tensor,
 ) -> Tensor:
     """Return P(G)."""
-    if layer is None or layer.method.phase.row.P == G:
+    if layer_operands is None or layer_operands.method.phase.row.P == G:
         return grad
     tokens = geometry.tokens(grad)
     rows = tokens.numel() // tokens.shape[-1]  # one counter per token
-    key = layer.state.key_at(reading, DGRAD, rows, call=call)
-    return geometry.from_tokens(layer.method.dgrad_gradient(tokens, key), grad.shape)
+    key = layer_operands.state.key_at(reading, DGRAD, rows, call=call)
+    return geometry.from_tokens(layer_operands.method.dgrad_gradient(tokens, key), grad.shape)
 
 
-def _sampled(
-    layer: LayerOperands | None,
+def _wgrad_gradient(
+    layer_operands: LayerOperands | None,
     geometry: Geometry,
     reading: ClockReading,
     call: int,
     grad: Tensor,
     order: str | None,
 ) -> Tensor:
-    """Return U(G), in a memory order of :func:`kernels.mvue` if the method leaves the draw to it.
+    """Return U(G), in the memory order ``order`` if the method uses the default MVUE.
 
-    Groups of four tokens never straddle a micro-batch; each group has one counter.
+    No group of four tokens spans two samples; each group has one counter.
     """
-    if layer is None or layer.method.phase.row.U == G:
+    if layer_operands is None or layer_operands.method.phase.row.U == G:
         return grad
-    method = layer.method
+    method = layer_operands.method
     is_mvue = type(method).wgrad_gradient is Method.wgrad_gradient
 
     def sample(rows: Tensor) -> Tensor:
-        key = layer.state.key_at(reading, WGRAD, -(-rows.shape[0] // 4), per=4, call=call)
+        key = layer_operands.state.key_at(reading, WGRAD, -(-rows.shape[0] // 4), per=4, call=call)
         if is_mvue:
             return method.wgrad_gradient(rows, key, order)
         return method.wgrad_gradient(rows, key)
@@ -193,7 +204,11 @@ class SparseLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return Y = X·A(W)ᵀ + b for X of shape (…, in_features)."""
         dtype = _matmul_dtype(x, self.weight)
-        micro_batches = None if torch.compiler.is_compiling() else self._begin_forward(x, dtype)
+        micro_batches = None
+        if not torch.compiler.is_compiling():
+            self.sparse_model.sync()  # counters may have been loaded
+            if self.training:
+                micro_batches = self._begin_training_forward(x, dtype)
         target, operands = self.operands.get(self.weight, dtype, self.training)
         if x.is_nested:
             return self._nested(x, operands)
@@ -218,7 +233,7 @@ class SparseLayer(nn.Module):
         autocast = torch.is_autocast_enabled(device)
         padded, geometry = self.geometry(x.to(dtype) if autocast else x)
         matmuls = self.operands.matmuls.now(dtype, self.training)
-        layer = self.operands if self.training else None
+        layer_operands = self.operands if self.training else None
         reading = self.sparse_model.clock.read()
         # Compiled calls share number 0: a number would be a constant of the graph.
         call = 0 if micro_batches is None else self.operands.number_call()
@@ -229,7 +244,7 @@ class SparseLayer(nn.Module):
                 target,
                 self.bias,
                 operands,
-                layer,
+                layer_operands,
                 geometry,
                 matmuls,
                 reading,
@@ -238,17 +253,14 @@ class SparseLayer(nn.Module):
             )
         return y
 
-    def _begin_forward(self, x: Tensor, dtype: torch.dtype) -> MicroBatches | None:
-        """Follow loaded counters; in training number the micro-batch and try sparse matmuls."""
-        model = self.sparse_model
-        model.sync()
-        if not self.training:
-            return None
-        model.micro_batches.layer_runs()
+    def _begin_training_forward(self, x: Tensor, dtype: torch.dtype) -> MicroBatches:
+        """Begin a micro-batch if this forward is its first; try sparse matmuls once."""
+        micro_batches = self.sparse_model.micro_batches
+        micro_batches.layer_runs()
         if not (x.is_nested or self.operands.matmuls.is_final):
             has_bias = self.bias is not None
             self.operands.try_matmuls(self.weight, x.shape, dtype, bias=has_bias)
-        return model.micro_batches
+        return micro_batches
 
     def _nested(self, x: Tensor, operands: Operands | None) -> Tensor:
         """Evaluate samples of several lengths, which nn.TransformerEncoder passes on."""

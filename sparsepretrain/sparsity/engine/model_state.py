@@ -187,11 +187,9 @@ class ModelState:
             what = f"{name!r} ({self.method.options.name})"
             self.attachment.check(weight, self.step, what)
 
-    def begin(self, step: int) -> None:
+    def advance_to(self, step: int) -> None:
         """Enter the phase after ``step`` completed steps; call :meth:`write` afterwards."""
-        self.clock.step = step
-        self.clock.micro = 0
-        self.clock.begun += 1
+        self.clock.advance_to(step)
         self.micro_batches.restart()
         self._enter(step)
 
@@ -213,7 +211,7 @@ class ModelState:
 
     def set_step(self, step: int) -> None:
         """Enter the phase after ``step`` completed steps."""
-        self.begin(step)
+        self.advance_to(step)
         self.write()
 
     def release(self, densified: Collection[nn.Module], gone: set[LayerOperands]) -> None:
@@ -247,7 +245,7 @@ class ModelState:
 
 
 def _checksum(values: list[int]) -> int:
-    """Return a checksum, which memory without values and counters averaged over models miss.
+    """Return a checksum that uninitialized memory and averaged counters do not have.
 
     Zeros, which a dense state dict may bring, are valid.
     """

@@ -39,15 +39,15 @@ class LayerOperands:
         self.state = state
         self.matmuls = matmuls
         self.rows: Rows = ALL_ROWS
-        self.store: torch.dtype | None = None
+        self.stored_dtype: torch.dtype | None = None
         """Dtype of kept operands; None: they are made in every forward."""
         self.initialized = True
         """False if the method's tensors left the meta device and have no values."""
         self.reset_due = False
         """True if initial weights were loaded before ``attach`` of a sharded model."""
         self._kept: dict[bool, Operands | None] = {}  # key: training (True) or evaluation (False)
-        self._kept_mask: Tensor | None = None  # of kept training operands; bool, or packed by rows
-        self._gathered_sparse: bool | None = None  # A was gathered, or W; None: out of date
+        self._kept_mask: Tensor | None = None  # of kept training operands; packed by rows
+        self._gathered_projected: bool | None = None  # A was gathered, or W; None: out of date
         self._gathered_b: Tensor | None = None
         self._calls = 0  # of the layer in the present micro-batch
         self._begun = -1  # `Clock.begun` of that micro-batch
@@ -60,7 +60,7 @@ class LayerOperands:
             key: "projected" if self.__dict__[key] == "kept" else self.__dict__[key]
             for key in ("_training_way", "_evaluation_way")
         }
-        return self.__dict__ | ways | {"_kept": {}, "_kept_mask": None, "store": None}
+        return self.__dict__ | ways | {"_kept": {}, "_kept_mask": None, "stored_dtype": None}
 
     # What a forward reads.
 
@@ -75,17 +75,17 @@ class LayerOperands:
             return "gathered"
         if training and self.method.differentiable and phase.training:
             return "differentiable"
-        training = self._uses_training_set(training)
-        if not self._projects(training) and not (training and self.matmuls.base.fprop.rounds):
+        key = self._key(training)
+        if not self._projects(key) and not (key and self.matmuls.base.fprop.rounds):
             return "replaced"
-        return "projected" if self.store is None else "kept"
+        return "projected" if self.stored_dtype is None else "kept"
 
     def number_call(self) -> int:
         """Return the number of this training forward within its micro-batch.
 
         Calls of one layer (shared weights, chunks, twin encoders) draw independently. Forwards
-        without gradients draw nothing and are not counted: so reentrant checkpoints number calls
-        when they run them again, from the last one on.
+        without gradients draw nothing and are not counted. A reentrant checkpoint therefore numbers
+        its calls during recomputation, in reverse order.
         """
         if not torch.is_grad_enabled():
             return 0
@@ -109,10 +109,10 @@ class LayerOperands:
             return weight, self._gathered(weight, dtype, training)
         if way == "differentiable":
             return self._differentiable(weight, dtype)
-        training = self._uses_training_set(training)
-        if way == "kept" and self.store == dtype and training in self._kept:
-            return weight, self._kept[training]
-        return weight, self._make(weight, dtype, training)
+        key = self._key(training)
+        if way == "kept" and self.stored_dtype == dtype and key in self._kept:
+            return weight, self._kept[key]
+        return weight, self._make(weight, dtype, key)
 
     def _differentiable(self, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Operands]:
         """Project under autograd; return A, which receives dA, and operands made from its values.
@@ -125,8 +125,11 @@ class LayerOperands:
         b = None if backward is None else self._transposed(backward.detach())
         return forward, self.matmuls.now(dtype, True).prepare(a, b, None, dtype)
 
-    def _uses_training_set(self, training: bool) -> bool:
-        """Return True for training, and for evaluation if it uses the same operands."""
+    def _key(self, training: bool) -> bool:
+        """Return the set of operands that forwards in this mode use; True: that of training.
+
+        Evaluation shares it if the phase treats both alike and nothing is packed or in fp8.
+        """
         phase = self.method.phase
         matmuls = self.matmuls
         same = phase.training == phase.evaluation and not matmuls.packs
@@ -161,12 +164,14 @@ class LayerOperands:
         if whole == "start":  # no compiled forward may read the step
             schedule = self.method.schedule
             whole = updating and schedule.step == schedule.start
-        return None if whole else (outputs if self.state.dim else inputs)
+        if whole:
+            return None
+        return outputs if self.state.dim == 1 else inputs  # a Conv1D stores (in, out)
 
     @torch.no_grad()
     def update(self, weight: Tensor) -> None:
         """Call ``update_`` of the method with the current weight."""
-        master = self.rows.local(weight).detach()
+        master = widen(self.rows.local(weight).detach())
         self.rows.apply(self.method.update_, master, self.state, self._group(updating=True))
 
     @torch.no_grad()
@@ -205,15 +210,16 @@ class LayerOperands:
 
     # Operands that are kept between forwards.
 
-    def store_as(self, dtype: torch.dtype) -> None:
-        """Keep operands of this dtype from the next projection on."""
-        self.store = dtype
+    def store_as(self, dtype: torch.dtype | None) -> None:
+        """Keep operands of this dtype from the next projection on; None: keep none."""
+        self.clear()
+        self.stored_dtype = dtype
         self.choose_ways()
 
     def clear(self) -> None:
         """Drop all operands: the weight or the phase has changed."""
         self._kept = {}
-        self._gathered_sparse = None
+        self._gathered_projected = None
         self._kept_mask = None
 
     def free_mask(self) -> None:
@@ -228,10 +234,10 @@ class LayerOperands:
         """
         earlier = None if self.rows.is_sharded else self._kept.get(True)
         self.clear()
-        if self.store is None or self.method.differentiable:
+        if self.stored_dtype is None or self.method.differentiable:
             return
         if self._projects(training=True) or self.matmuls.base.fprop.rounds:
-            self._make(weight, self.store, True, earlier)
+            self._make(weight, self.stored_dtype, True, earlier)
 
     def moved(self, device: torch.device) -> None:
         """Choose matmuls for ``device`` and drop operands that lie elsewhere."""
@@ -248,12 +254,12 @@ class LayerOperands:
             self.refresh(weight)
 
     @torch.no_grad()
-    def hold(self, weight: Tensor, mask: Tensor) -> None:
+    def override_mask(self, weight: Tensor, mask: Tensor) -> None:
         """Let training forwards see the weight under ``mask``, until :meth:`refresh`.
 
         A method whose A(W) is no part of W is projected again and masked.
         """
-        if self.rows.is_sharded or self.store is None:
+        if self.rows.is_sharded or self.stored_dtype is None:
             raise ConfigError("held masks need whole weights and a call of store_operands()")
         forward, new, *_ = self.project(weight, training=True)
         if forward is None:
@@ -262,9 +268,9 @@ class LayerOperands:
             new = self.method.mask(widen(weight.detach()), self.state.dim)
         wide = weight.detach().to(forward.dtype)
         source = wide if torch.equal(forward[new], wide[new]) else forward
-        held = self._transposed(torch.where(mask, source, 0.0))
+        masked = self._transposed(torch.where(mask, source, 0.0))
         base = self.matmuls.base
-        self._kept[True] = base.prepare(held, None, None, self.store, self._kept.get(True))
+        self._kept[True] = base.prepare(masked, None, None, self.stored_dtype, self._kept.get(True))
 
     def _projects(self, training: bool) -> bool:
         phase = self.method.phase
@@ -282,19 +288,21 @@ class LayerOperands:
                 forward, mask, backward, scale = self.project(weight, training)
             finally:
                 self.state.out = None
-            only_cast = forward is None and not matmuls.fprop.rounds
-            operands = None
-            if not only_cast or (training and not self.method.phase.row.keeps_inputs()):
+            is_plain_cast = forward is None and not matmuls.fprop.rounds
+            changes_inputs = training and not self.method.phase.row.keeps_inputs()
+            operands = None  # the replaced class runs
+            if not is_plain_cast or changes_inputs:
                 forward = self.rows.local(weight).detach() if forward is None else forward
                 a = self._transposed(forward)
                 b = self._transposed(backward)
                 operands = matmuls.prepare(a, b, scale, dtype, old)
-        if self.store == dtype and not torch.compiler.is_compiling():
+        if self.stored_dtype == dtype and not torch.compiler.is_compiling():
             if training:
-                is_bool = mask is not None and mask.dtype == torch.bool
-                self._kept_mask = pack_rows(mask) if mask is not None and is_bool else mask
-            # a weight that is only cast is not kept: the cast of an edited one is always right
-            if operands is None or not only_cast:
+                if mask is not None and mask.dtype == torch.bool:
+                    mask = pack_rows(mask)
+                self._kept_mask = mask
+            # A plain cast is never kept: edits without refresh() would go unnoticed.
+            if operands is None or not is_plain_cast:
                 self._kept[training] = operands
         return operands
 
@@ -302,7 +310,7 @@ class LayerOperands:
         """Return memory for A(W) in the stored dtype: that of ``old``, or new memory."""
         if self.method.phase.row.A == W or self.matmuls.now(dtype, True).fprop.rounds:
             return None  # nothing is projected, or the result is rounded again
-        if self.store != dtype or self.rows.is_sharded or torch.compiler.is_compiling():
+        if self.stored_dtype != dtype or self.rows.is_sharded or torch.compiler.is_compiling():
             return None
         # a packed A may have the shape of the weight: 36 columns are padded to 64, packed to 36
         earlier = self._transposed(old.A.data) if old and old.A.kind == "dense" else None
@@ -326,12 +334,12 @@ class LayerOperands:
 
         They are in ``dtype``, laid out as the stored weight.
         """
-        training = self._uses_training_set(training)
-        if self.store != dtype:  # `store_operands` named another one, or was not called
-            self.store = dtype
+        key = self._key(training)
+        if self.stored_dtype != dtype:  # sharded layers always store, in the dtype of FSDP
+            self.stored_dtype = dtype
             self._kept = {}
-        self._gathered_sparse = self._projects(training)
-        kept = self._kept.get(training) or self._make(weight, dtype, training)
+        self._gathered_projected = self._projects(key)
+        kept = self._kept.get(key) or self._make(weight, dtype, key)
         if kept is None:
             parts = [self.rows.local(weight).detach().to(dtype)]
         else:
@@ -351,27 +359,27 @@ class LayerOperands:
 
     def is_stale(self, training: bool) -> bool:
         """Return True if FSDP has to gather again before a forward in this mode."""
-        return self.rows.is_sharded and self._gathered_sparse is not self._projects(training)
+        return self.rows.is_sharded and self._gathered_projected is not self._projects(training)
 
-    def _gathered(self, weight: Tensor, dtype: torch.dtype, training: bool) -> Operands | None:
-        """Return the gathered operands in ``dtype``; None: the gathered weight is all it takes."""
-        self.rows.local(weight)  # refuses a model that is not attached
+    def _gathered(self, gathered_a: Tensor, dtype: torch.dtype, training: bool) -> Operands | None:
+        """Return the gathered operands in ``dtype``; None: the replaced class runs on A."""
+        self.rows.local(gathered_a)  # refuses a model that is not attached
         if self.is_stale(training):
             raise ConfigError(
                 f"layer {self.state.layer_name!r} sees what was gathered in another phase, or from "
                 "weights that have changed since: call reshard() on the modules of FSDP, or run "
                 "the module that was given to sparsify"
             )
-        kept = self._kept.get(self._uses_training_set(training))
+        kept = self._kept.get(self._key(training))
         scale = None if kept is None else kept.wgrad_scale
-        two = self._gathered_sparse and self.method.sparse_row.has_two_weights()
+        two = self._gathered_projected and self.method.sparse_row.has_two_weights()
         changes_inputs = training and not self.method.phase.row.keeps_inputs()
         if not two and scale is None and not changes_inputs:
             return None
         backward = None
         if two:
             assert self._gathered_b is not None
-            part = self._gathered_b[: weight.shape[0]]
+            part = self._gathered_b[: gathered_a.shape[0]]
             backward = Prepared("dense", self._transposed(part.to(dtype)))
-        forward = Prepared("dense", self._transposed(weight.detach().to(dtype)))
+        forward = Prepared("dense", self._transposed(gathered_a.detach().to(dtype)))
         return Operands(forward, backward, scale)

@@ -24,15 +24,17 @@ class Steps:
     """Apply J before a step; update counters, operands and flips after it."""
 
     only_finite = False
-    """True if the caller never steps on a gradient that is not finite. Then a fused optimizer skips
-    no step, and :meth:`after` need not read ``found_inf`` from the device."""
+    """True if training ends with the first gradient that is not finite.
+
+    If a fused optimizer skips a step because of its ``found_inf``, :meth:`after` may then advance
+    all the same, and need not wait for the device to read it."""
 
     def __init__(self, state: ModelState, layers: Mapping[str, SparseLayer]) -> None:
         self.state = state
         self.layers = layers
-        # masks before the update, for methods that change weights after it
-        self._held: dict[str, Tensor] = {}
-        self._counts = True  # False in a step that only creates optimizer state
+        # for methods that change weights after the update
+        self._masks_before_update: dict[str, Tensor] = {}
+        self._is_real_step = True  # False in a step that only creates optimizer state
         self._checked_rounding = False  # masked decay in low precision was looked at once
 
     @property
@@ -51,8 +53,8 @@ class Steps:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             # torch.distributed.checkpoint steps an optimizer once to create its state
-            self._counts = not creates_state(optimizer)
-            if self._counts:
+            self._is_real_step = not creates_state(optimizer)
+            if self._is_real_step:
                 self.adjust_gradients(optimizer)
             return None
 
@@ -93,7 +95,7 @@ class Steps:
             if not method.reads_packed_masks:
                 mask = unpacked(mask, weight.shape)
             if not on_gradient:  # weights change after the update, under the mask from before it
-                self._held[name] = mask
+                self._masks_before_update[name] = mask
                 continue
             rounds = self.decay > 0 and weight.dtype.itemsize < 4 and not self._checked_rounding
             before = grad.clone() if rounds else None
@@ -106,41 +108,42 @@ class Steps:
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Prepare the next step from the changed weights."""
         self.state.attachment.inside_step = False
-        if not self._counts:
-            self._counts = True
+        if not self._is_real_step:
+            self._is_real_step = True
             forget_step(optimizer)
             return
-        held, self._held = self._held, {}
+        masks = self._masks_before_update
+        self._masks_before_update = {}
         found_inf = getattr(optimizer, "found_inf", None)
         # GradScaler skipped the update on the device: weights, masks and counters stay the same.
         if found_inf is not None and not self.only_finite and bool(found_inf):
             return
         state = self.state
         method = self.state.method
-        if held:
+        if masks:
             # looked up in each step: load_state_dict replaces the group dictionaries
             rates = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
-            for name, mask in held.items():
+            for name, mask in masks.items():
                 weight = self.layers[name].weight
                 rows = self.layers[name].operands.rows
                 rate = float(rates[id(rows.parameter(weight))])
                 method.adjust_weight_(rows.local(weight), mask, rate)
         # The order matters: the phase of the next step says which operands are made, FSDP has to
         # drop those of the old weights first, and comparing masks reuses those of the projection.
-        state.begin(state.step + 1)
+        state.advance_to(state.step + 1)
         method.read_optimizer(optimizer)
         schedule = method.schedule
         compares = schedule.compares_after(state.step)
         if compares:
             state.flip_interval, state.compared_at = state.step - state.compared_at, state.step
-        state.write()
+        state.write()  # enters the phase again: the optimizer may have changed it
         state.reshard()
         if not schedule.dense_reason(state.step) and type(method).update_ is not Method.update_:
             for layer in self.layers.values():
                 layer.operands.update(layer.weight)
         self.project()
         if compares:
-            state.flips = self.compare()  # stays on the device until a line of the record reads it
+            state.flips = self.compare()  # stays on the device until metrics() reads it
         if not _adjusts(method):  # Free the mask: nothing reads it before the next projection.
             for layer in self.layers.values():
                 layer.operands.free_mask()

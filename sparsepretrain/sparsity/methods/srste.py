@@ -73,7 +73,7 @@ class SRSTE(MaskedDecay, STE):
 
     @property
     def sparse_row(self) -> Row:
-        row = Row(self.nm("M∘W"))
+        row = super().sparse_row
         return row._replace(J=self.decayed("M")) if self.options.decay_on == "gradient" else row
 
     def adjust_weight_(self, weight: Tensor, mask: Tensor, lr: float) -> None:

@@ -76,40 +76,43 @@ class SSTE(Method):
         return 4 if self.options.mvue == "weight" else 1, self.options.m
 
     def initial_state(self, weight: Tensor, state: LayerState) -> dict[str, Tensor]:
-        """β of the initial weight (S-STE section 4.2)."""
-        return {"beta": self._scale(weight, self._soft(weight, state.dim))}
+        """β of the initial weight (S-STE section 4.2), also if the window begins later."""
+        return {"beta": self._fit_beta(weight, self._soft(weight, state.dim))}
 
     def update_(self, weight: Tensor, state: LayerState) -> None:
         """Recompute β if asked to; it then grows layer by layer (S-STE Figure 4)."""
         if self.options.beta_update == "step":
-            weight = weight if weight.itemsize > 4 else weight.float()  # the master may be bf16
-            state.beta.copy_(self._scale(weight, self._soft(weight, state.dim)))
+            state.beta.copy_(self._fit_beta(weight, self._soft(weight, state.dim)))
 
     def mask(self, weight: Tensor, dim: int) -> Tensor:
-        """Return the non-zeros of S(W): at most n of m."""
+        """Return the non-zeros of S(W), at most n of m: those of :meth:`project`, in any phase."""
         return self._soft(weight, dim) != 0
 
     def project(self, weight: Tensor, state: LayerState) -> Projection:
         """Return A = β·S(W), and B = A or its unbiased 2:4 estimate along out_features."""
-        beta = state.beta
-        two = self.options.mvue == "weight"
+        samples_weight = self.options.mvue == "weight"
         forward, mask = kernels.soft_prune(
-            weight, *self.pattern, gamma=self.options.gamma, dim=state.dim, scale=beta,
-            out=None if two else state.out,
-        )  # fmt: skip
+            weight,
+            *self.pattern,
+            gamma=self.options.gamma,
+            dim=state.dim,
+            scale=state.beta,
+            # sampling reads A before it is rounded to the dtype of `out`
+            out=None if samples_weight else state.out,
+        )
         backward = None
-        if two:
+        if samples_weight:
             estimator = self.options.estimator
             key = state.key(DGRAD)
             backward = kernels.mvue(forward, dim=1 - state.dim, estimator=estimator, key=key)
-            backward.add_(0.0)  # no -0.0: what is packed has at most two of four non-zero bits
+            backward.add_(0.0)  # -0.0 has a non-zero bit and would count as kept when packed
         wgrad_scale = state.beta if self.options.ste_scale == "beta" else None
         return Projection(forward, mask, backward, wgrad_scale)
 
     def _soft(self, weight: Tensor, dim: int) -> Tensor:
         return kernels.soft_threshold(weight, *self.pattern, gamma=self.options.gamma, dim=dim)
 
-    def _scale(self, weight: Tensor, soft: Tensor) -> Tensor:
+    def _fit_beta(self, weight: Tensor, soft: Tensor) -> Tensor:
         if self.options.beta == "mse":
             return kernels.optimal_scale(weight, soft)
         if self.options.beta == "l1":
