@@ -1,7 +1,12 @@
 """The training loop, top to bottom.
 
-Order of a step: all micro-batches -> (all-reduce) -> unscale -> clip -> J, inside the optimizer's
-pre-hook -> optimizer -> refresh and flip count, inside its post-hook.
+Order of a step: all micro-batches (DistributedDataParallel and FSDP2 reduce gradients during the
+last backward) -> unscale -> norm -> guard -> clip -> J, inside the optimizer's pre-hook ->
+optimizer -> refresh and flip count, inside its post-hook.
+
+The guard judges a step by its loss and norm. Waiting for them before the optimizer would leave a
+GPU idle, so where the optimizer can skip a step on the device by itself, it does, and the numbers
+are read and judged one step late (:func:`_update_then_judge_previous`).
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from sparsepretrain.training.guard import require_finite_weights
 from sparsepretrain.training.precision import autocast
 from sparsepretrain.training.schedules import learning_rate
 from sparsepretrain.training.session import Session
-from sparsepretrain.training.step import ENDS, Step, total_and_stop
+from sparsepretrain.training.step import ENDS, Step, Totals, sum_in_order
 from sparsepretrain.training.validation import evaluate, moved, share_statistics
 
 
@@ -39,26 +44,17 @@ def run_steps(
     """
     run = session.run
     while True:
-        if (
-            _due(run.eval.every, session)
-            and run.eval.batches != 0
-            and session.counters.evaluated != session.step
-        ):
-            metrics = evaluate(
-                session, "validation", run.eval.batches, final=session.step >= session.end
-            )
+        # Evaluate and save before a step, not after it: a run that was interrupted here continues
+        # with the evaluation and the checkpoint that it owes.
+        if _owes_evaluation(session):
+            is_final = session.step >= session.end
+            metrics = evaluate(session, "validation", run.eval.batches, final=is_final)
             if metrics is not None:
                 session.counters.evaluated = session.step
-                log(
-                    {
-                        "step": session.step,
-                        "tokens": session.counters.tokens,
-                        "split": "validation",
-                        **metrics,
-                    }
-                )
+                position = {"step": session.step, "tokens": session.counters.tokens}
+                log(position | {"split": "validation"} | metrics)
         stopping = session.stopping
-        if session.step and (stopping is not None or _due(run.checkpoint.every, session)):
+        if session.step and (stopping is not None or _due(session, run.checkpoint.every)):
             if session.last is not None:
                 _read_numbers(session, session.last)
             require_finite_weights(session.model, session.parameters, session.world, session.step)
@@ -67,17 +63,17 @@ def run_steps(
         if stopping is not None or session.step >= session.end:
             return stopping
         step = train_step(session)
-        layers = bool(run.log.layers_every) and session.step % run.log.layers_every == 0
         if _logs(session) or step.event:
             numbers = {"loss": step.loss, "lr": step.lr, "grad_norm": step.grad_norm}
             require_finite_weights(session.model, session.parameters, session.world, session.step)
             line = {"step": session.step, "tokens": session.counters.tokens, **numbers}
             for observer in session.observers:
-                line |= observer.at_log(session, per_layer=layers)
+                per_layer = _every(run.log.layers_every, session.step)
+                line |= observer.at_log(session, per_layer=per_layer)
             if session.guard.skipped:
                 line["skipped"] = session.guard.skipped
             log(line)
-        if run.log.masks_every and session.step % run.log.masks_every == 0:
+        if _every(run.log.masks_every, session.step):
             save_masks()
 
 
@@ -105,13 +101,14 @@ def train_step(session: Session) -> Step:
         raise DataError(
             f"step {session.step + 1}: the batch has no target tokens (all labels are ignored)"
         )
-    losses = _gradients(session, batches, items)
+    totals = _totals(session)
+    _gradients(session, batches, items, totals.losses)
     # A stop request travels with the losses: it costs no further collective, and every rank reads
     # it at the same step.
     requested = session.stop.requested
     if requested is not None:
-        losses[ENDS.index(requested) - len(ENDS)] = 1.0
-    session.world.sum(losses)
+        totals.stop_flags[ENDS.index(requested)] = 1.0
+    session.world.sum(totals.both)
     session.scaler.unscale_(session.optimizer)
     for observer in session.observers:
         observer.after_backward(session)
@@ -124,33 +121,20 @@ def train_step(session: Session) -> Step:
         lr=lr,
         items=items,
         waited=waited,
-        losses=losses,
+        totals=totals,
         parameters=parameters,
         norms=norms,
         norm=norm,
-        judge=partial(_judge, session),
+        guard=partial(_accepts, session),
     )
-    # Read late, this step's numbers stay on the device until the next step is launched, which then
-    # does not wait for them.
-    late = _reads_late(session)
-    before = session.last
-    session.last = step if late else None
-    if late or step.read():
-        if run.clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, run.clip, norm)
-        if late:
-            _step_if_finite(session.optimizer, step, before)
-        else:
-            session.scaler.step(session.optimizer)
-    session.scaler.update()  # after an overflow: halves the scale
-    session.optimizer.zero_grad(set_to_none=True)
-    session.counters.step += 1
-    session.counters.tokens += items
-    if before is not None:
-        _read_numbers(session, before)
+    previous = session.last
+    if _reads_late(session):
+        _update_then_judge_previous(session, step, previous)
+    else:
+        _judge_then_update(session, step)
     # A new phase or new masks get a line of the record, so their numbers are needed now.
     changed = session.sparsifier.sparse != was_sparse or session.sparsifier.refreshed
-    if not late or before is None or changed or _needs_numbers(session):
+    if previous is None or changed or _needs_numbers(session):
         _read_numbers(session, step)
     step.event = changed or not session.updated
     for observer in session.observers:
@@ -169,10 +153,46 @@ def _reads_late(session: Session) -> bool:
     return skips and session.guard.rule == "stop" and not session.scaler.is_enabled()
 
 
+def _judge_then_update(session: Session, step: Step) -> None:
+    """Wait for loss and norm of the step; update the weights if the guard accepts them."""
+    session.last = None
+    if step.judge():
+        _clip(session, step)
+        session.scaler.step(session.optimizer)
+    session.scaler.update()  # after an overflow: halves the scale
+    _complete(session, step)
+    _read_numbers(session, step)
+
+
+def _update_then_judge_previous(session: Session, step: Step, previous: Step | None) -> None:
+    """Launch the update, then wait for the numbers of the step before.
+
+    The optimizer skips the update on the device if loss or norm of the step, or of the step before,
+    is not finite; the guard then ends training one step later.
+    """
+    session.last = step
+    _clip(session, step)
+    _step_if_finite(session.optimizer, step, previous)
+    _complete(session, step)
+    if previous is not None:
+        _read_numbers(session, previous)
+
+
+def _clip(session: Session, step: Step) -> None:
+    if session.run.clip is not None:
+        torch.nn.utils.clip_grads_with_norm_(step.parameters, session.run.clip, step.norm)
+
+
+def _complete(session: Session, step: Step) -> None:
+    session.optimizer.zero_grad(set_to_none=True)
+    session.counters.step += 1
+    session.counters.tokens += step.items
+
+
 def _read_numbers(session: Session, step: Step) -> None:
     """Wait for the numbers of a step; every rank does so at the same points of the loop."""
     try:
-        step.read()
+        step.judge()
     except DivergedError:
         session.last = None  # a caller that trains on does so without the refused step
         raise
@@ -182,12 +202,16 @@ def _read_numbers(session: Session, step: Step) -> None:
 def _needs_numbers(session: Session) -> bool:
     """Return True if the log, an evaluation, a checkpoint or a probe needs the last loss now."""
     run = session.run
-    masks = run.log.masks_every and session.step % run.log.masks_every == 0
-    due = _due(run.eval.every, session) or _due(run.checkpoint.every, session)
-    return bool(_logs(session) or due or masks or run.probe)
+    return bool(
+        _logs(session)
+        or _due(session, run.eval.every)
+        or _due(session, run.checkpoint.every)
+        or _every(run.log.masks_every, session.step)
+        or run.probe
+    )
 
 
-def _judge(session: Session, step: Step, loss: float, grad_norm: float) -> bool:
+def _accepts(session: Session, step: Step, loss: float, grad_norm: float) -> bool:
     """Let the guard judge a step; False if it refuses the update."""
 
     def culprits() -> list[str]:
@@ -206,13 +230,13 @@ def _judge(session: Session, step: Step, loss: float, grad_norm: float) -> bool:
     )
 
 
-def _step_if_finite(optimizer: Any, step: Step, before: Step | None) -> None:
+def _step_if_finite(optimizer: Any, step: Step, previous: Step | None) -> None:
     """Take the step on the device unless its numbers, or those of the step before, are not finite.
 
     The numbers of the step before are still on the device; if it was refused, so is this step.
     """
-    if before is not None:
-        step.nonfinite |= before.nonfinite
+    if previous is not None:
+        step.nonfinite |= previous.nonfinite
     optimizer.grad_scale = None
     optimizer.found_inf = step.nonfinite.float()
     try:
@@ -221,15 +245,13 @@ def _step_if_finite(optimizer: Any, step: Step, before: Step | None) -> None:
         del optimizer.grad_scale, optimizer.found_inf
 
 
-def _gradients(session: Session, batches: list[Batch], items: int) -> Tensor:
-    """Compute scaled gradients of the global batch; return the losses of own micro-batches."""
-    losses = _no_losses(session)
+def _gradients(session: Session, batches: list[Batch], items: int, losses: Tensor) -> None:
+    """Compute scaled gradients of the global batch; write the losses of own micro-batches."""
     for index, loss in _losses(session, session.step, batches):
         # by the global count: gradients do not depend on how items are divided into micro-batches
         session.scaler.scale(loss / items).backward()
         losses[index] = loss.detach()
     session.gradients.reduce()
-    return losses
 
 
 def seed_draws(seed: int, step: int, micro: int) -> None:
@@ -268,35 +290,40 @@ def _losses(session: Session, step: int, batches: list[Batch]) -> Iterator[tuple
             yield index, loss
 
 
-def _no_losses(session: Session) -> Tensor:
-    """Return zeros for the losses of the global batch and a flag per code of :data:`ENDS`.
-
-    Each loss comes from one rank, so the sum over ranks is exact.
-    """
-    count = session.run.batch.size // session.run.batch.micro + len(ENDS)
-    return torch.zeros(count, dtype=torch.float64, device=session.device)
+def _totals(session: Session) -> Totals:
+    """Return zeros for the losses of the global batch, and no request to stop."""
+    return Totals.zeros(session.run.batch.size // session.run.batch.micro, session.device)
 
 
 @torch.no_grad()
 def training_loss(session: Session, step: int, batches: list[Batch]) -> float:
     """Return the loss that training in ``step`` would report with the present weights."""
-    losses = _no_losses(session)
+    totals = _totals(session)
     for index, loss in _losses(session, step, batches):
-        losses[index] = loss
-    return total_and_stop(session.world.sum(losses).tolist())[0] / _items(session, batches)
+        totals.losses[index] = loss
+    session.world.sum(totals.both)
+    return sum_in_order(totals.losses.tolist()) / _items(session, batches)
 
 
 def _logs(session: Session) -> bool:
     """Return True if the record has a line for the last step; events add more lines."""
-    every = session.run.log.every
-    layers = session.run.log.layers_every
-    return (
-        session.step % every == 0
-        or bool(layers and session.step % layers == 0)
-        or session.step in (1, session.end)
-    )
+    log = session.run.log
+    step = session.step
+    return _every(log.every, step) or _every(log.layers_every, step) or step in (1, session.end)
 
 
-def _due(every: int, session: Session) -> bool:
+def _owes_evaluation(session: Session) -> bool:
+    """Return True if an evaluation is due that no earlier process has made."""
+    options = session.run.eval
+    is_new = session.counters.evaluated != session.step
+    return is_new and options.batches != 0 and _due(session, options.every)
+
+
+def _due(session: Session, every: int) -> bool:
     """Return True at multiples of ``every`` and at the end."""
-    return session.step >= session.end or (every > 0 and session.step % every == 0)
+    return session.step >= session.end or _every(every, session.step)
+
+
+def _every(count: int, step: int) -> bool:
+    """Return True at multiples of ``count``; 0: never."""
+    return count > 0 and step % count == 0

@@ -111,7 +111,10 @@ class Session:
 
     @property
     def updated(self) -> bool:
-        """True if the last step changed the weights; False if the guard refused it."""
+        """True unless the guard refused the last step whose numbers were read.
+
+        A guard that goes on after a refused step reads the numbers of each step at once.
+        """
         return not self.guard.skips_in_a_row
 
     @property

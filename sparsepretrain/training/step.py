@@ -19,12 +19,37 @@ ENDS = (*STOPS, CheckpointError.exit_code)
 
 
 @dataclass
+class Totals:
+    """Losses of the micro-batches and requests to stop: one vector, so one all-reduce.
+
+    Each loss comes from one rank, so the sum over ranks is exact.
+    """
+
+    both: Tensor
+    """fp64; a loss per micro-batch of the global batch, then a flag per code of :data:`ENDS`."""
+
+    @classmethod
+    def zeros(cls, micro_batches: int, device: torch.device) -> Totals:
+        """Return totals without losses and requests."""
+        return cls(torch.zeros(micro_batches + len(ENDS), dtype=torch.float64, device=device))
+
+    @property
+    def losses(self) -> Tensor:
+        """Sum of the loss over the items of each micro-batch, (micro-batches,)."""
+        return self.both[: -len(ENDS)]
+
+    @property
+    def stop_flags(self) -> Tensor:
+        """Number of ranks that ask for each code of :data:`ENDS`, (codes,)."""
+        return self.both[-len(ENDS) :]
+
+
+@dataclass
 class Step:
     """A step of the optimizer.
 
-    Loss and gradient norm are copied to the host after the backward. Reading them at once would
-    leave the device idle while the host launches the optimizer, so the loop reads them one step
-    later where the optimizer skips refused gradients by itself.
+    Loss and gradient norm are copied to the host after the backward; :meth:`judge` waits for them
+    and asks the guard, once.
     """
 
     number: int
@@ -35,26 +60,27 @@ class Step:
     """Items in the global batch, which the loss is the mean over."""
     waited: float
     """Seconds that the step waited for data."""
-    losses: Tensor
-    """Losses of the micro-batches and a flag per code of :data:`ENDS`; fp64."""
+    totals: Totals
+    """Losses and requests to stop of all ranks."""
     parameters: list[nn.Parameter]
     """Parameters that have a gradient."""
     norms: Tensor
     """Norm of the gradient of each of them, before clipping."""
     norm: Tensor
     """Norm of all gradients; 0-d."""
-    judge: Callable[[Step, float, float], bool]
+    guard: Callable[[Step, float, float], bool]
     """Called with the step, its loss and norm when they are read; False: do not update weights."""
 
     def __post_init__(self) -> None:
-        self.nonfinite = ~torch.isfinite(self.losses.sum() + self.norm)
+        self.nonfinite = ~torch.isfinite(self.totals.both.sum() + self.norm)
         """True if no guard accepts the step; 0-d bool on the device."""
         self.event = False
         """True if the record gets a line for this step regardless of ``log.every``: a switch of
         phase, flips that no later line repeats, or a step that was skipped."""
         self.stop: int | None = None
         """Exit code that the ranks agreed to stop with, once the numbers are read."""
-        values = torch.cat((self.losses, self.norm.reshape(1).to(self.losses.dtype)))
+        both = self.totals.both
+        values = torch.cat((both, self.norm.reshape(1).to(both.dtype)))
         self._copy = values.to("cpu", non_blocking=True)  # into pinned memory
         self._copied = torch.cuda.Event() if values.is_cuda else None
         if self._copied is not None:
@@ -62,8 +88,8 @@ class Step:
         self._numbers: tuple[float, float] | None = None
         self._accepted = False
 
-    def read(self) -> bool:
-        """Wait for loss and norm; False if the guard refuses the step.
+    def judge(self) -> bool:
+        """Wait for loss and norm; return False if the guard refuses the step.
 
         Raises:
             DivergedError: the guard does not allow to skip the step.
@@ -71,28 +97,30 @@ class Step:
         if self._numbers is None:
             if self._copied is not None:
                 self._copied.synchronize()
-            *losses, norm = self._copy.tolist()
-            total, self.stop = total_and_stop(losses)
-            self._accepted = self.judge(self, total / self.items, norm)
-            self._numbers = total / self.items, norm
+            *values, norm = self._copy.tolist()
+            loss = sum_in_order(values[: -len(ENDS)]) / self.items
+            flags = zip(ENDS, values[-len(ENDS) :], strict=True)
+            self.stop = next((code for code, ranks in flags if ranks), None)
+            self._accepted = self.guard(self, loss, norm)
+            self._numbers = loss, norm
         return self._accepted
 
     @property
     def loss(self) -> float:
-        """Mean loss of the global batch."""
-        self.read()
+        """Mean loss of the global batch; see :meth:`judge`."""
+        self.judge()
         assert self._numbers is not None
         return self._numbers[0]
 
     @property
     def grad_norm(self) -> float:
-        """Norm of all gradients before clipping."""
-        self.read()
+        """Norm of all gradients before clipping; see :meth:`judge`."""
+        self.judge()
         assert self._numbers is not None
         return self._numbers[1]
 
 
-def total_and_stop(values: list[float]) -> tuple[float, int | None]:
-    """Add the losses in the order of the micro-batches; return sum and exit code."""
-    *_, total = itertools.accumulate(values[: -len(ENDS)])
-    return total, next((c for c, v in zip(ENDS, values[-len(ENDS) :], strict=True) if v), None)
+def sum_in_order(losses: list[float]) -> float:
+    """Add the losses in the order of the micro-batches: the same bits for any number of ranks."""
+    *_, total = itertools.accumulate(losses)
+    return total
