@@ -18,14 +18,10 @@ from sparsepretrain.sparsity.engine.layers import SparseLayer
 from sparsepretrain.sparsity.engine.model_state import ModelState
 from sparsepretrain.sparsity.engine.operands import LayerOperands
 from sparsepretrain.sparsity.layer_state import LayerState
-from sparsepretrain.sparsity.matmuls.choice import (
-    FP8Precision,
-    LayerMatmuls,
-    LayerSize,
-    SparseMatmulPolicy,
-    precision_of,
-    sparse_matmul_policy,
-)
+from sparsepretrain.sparsity.matmuls.fp8 import FP8Precision, precision_of
+from sparsepretrain.sparsity.matmuls.geometry import LayerSize
+from sparsepretrain.sparsity.matmuls.layer import LayerMatmuls
+from sparsepretrain.sparsity.matmuls.policy import SparseMatmulPolicy, sparse_matmul_policy
 from sparsepretrain.sparsity.method import Method, MethodOptions, title
 from sparsepretrain.sparsity.operand_table import DW
 from sparsepretrain.sparsity.selection import check_shapes, select_layers

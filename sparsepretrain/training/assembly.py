@@ -19,7 +19,7 @@ from sparsepretrain.errors import CheckpointError, ConfigError, reason
 from sparsepretrain.optim import build_optimizer
 from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.sparsity import Method, MethodOptions, Sparsifier, densify, sparsify_with
-from sparsepretrain.sparsity.matmuls.choice import SparseMatmulPolicy
+from sparsepretrain.sparsity.matmuls.policy import SparseMatmulPolicy
 from sparsepretrain.sparsity.method import FineTuning
 from sparsepretrain.sparsity.schedule import Window
 from sparsepretrain.tasks import Task, build_task

@@ -16,7 +16,8 @@ from sparsepretrain.console import count
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.sparsity.coverage import padding_lines
-from sparsepretrain.sparsity.matmuls.choice import LayerSize, SparseMatmulPolicy, objection
+from sparsepretrain.sparsity.matmuls.geometry import LayerSize
+from sparsepretrain.sparsity.matmuls.policy import SparseMatmulPolicy, objection
 from sparsepretrain.sparsity.matmuls.sparse24 import TOKENS, padded_features, padding, rounded_up
 from sparsepretrain.sparsity.matmuls.three import MATMUL_OF
 from sparsepretrain.sparsity.method import Method

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sparsepretrain.config.groups import Precision, ScaledPrecision, SimulatedFP8, SinglePrecision
-from sparsepretrain.sparsity.matmuls.choice import FP8Precision
+from sparsepretrain.sparsity.matmuls.fp8 import FP8Precision
 
 _DTYPES = {
     "fp32": torch.float32,

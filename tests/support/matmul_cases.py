@@ -4,8 +4,9 @@ import dataclasses
 
 import torch
 
-from sparsepretrain.sparsity.matmuls import choice
+from sparsepretrain.sparsity.matmuls import policy
 from sparsepretrain.sparsity.matmuls.fp8 import FP8, fp8_matmuls
+from sparsepretrain.sparsity.matmuls.layer import LayerMatmuls
 from sparsepretrain.sparsity.matmuls.three import Matmul, Matmuls
 from support.small_models import draw
 
@@ -35,7 +36,7 @@ def magnitudes(layer, dtype, shape, monkeypatch, recipe=None):
         found = fp8_matmuls(recipe, True)
         chosen = Matmuls(*(FP8Magnitude(**dataclasses.asdict(product)) for product in found))
     with monkeypatch.context() as patch:
-        patch.setattr(choice.LayerMatmuls, "now", lambda *_: chosen)
+        patch.setattr(LayerMatmuls, "now", lambda *_: chosen)
         return outputs(layer, dtype, shape)
 
 
@@ -66,7 +67,7 @@ class Stopwatch:
 
     def __init__(self, monkeypatch, packing=0.0, **factors):
         self.factors, self.packing, self.calls, self.products = factors, packing, 0, []
-        monkeypatch.setattr(choice, "medians", self.medians)
+        monkeypatch.setattr(policy, "medians", self.medians)
 
     def medians(self, works, device):
         self.calls += 1

@@ -9,7 +9,7 @@ from sparsepretrain import cli, kernels
 from sparsepretrain.config import freeze
 from sparsepretrain.kernels.cusparselt import packed24 as library
 from sparsepretrain.sparsity import coverage
-from sparsepretrain.sparsity.matmuls import choice, sparse24
+from sparsepretrain.sparsity.matmuls import fp8, policy, sparse24
 from sparsepretrain.sparsity.matmuls.three import DENSE
 from sparsepretrain.training import loop, trainer
 from support.tiny_runs import metrics
@@ -18,7 +18,7 @@ from support.tiny_runs import metrics
 @pytest.fixture
 def supported(monkeypatch):
     """As on a device whose products are right, with the reference in place of its library."""
-    monkeypatch.setattr(choice, "unsupported", lambda device, **_: None)
+    monkeypatch.setattr(policy, "unsupported", lambda device, **_: None)
     monkeypatch.setattr(coverage, "version", lambda: "0.8.1")
 
 
@@ -111,7 +111,7 @@ def test_fp8_trains_like_simulated_fp8(backend, tiny, supported, monkeypatch, ca
     given = ("sparsity=tsrste", *recipe, "model.n_embd=128")
     simulated = losses(tiny.train("precision=fp8_sim", *given))
     with monkeypatch.context() as patch:
-        patch.setattr(choice, "no_fp8_matmuls", lambda device: "")
+        patch.setattr(fp8, "no_fp8_matmuls", lambda device: "")
         outcome = tiny.train("precision=fp8", *given, f"sparse_matmuls={backend}")
         assert cli.main(["train", *tiny.overrides("precision=fp8", *given), "--dry-run"]) == 0
     shown = capsys.readouterr().out
@@ -131,7 +131,7 @@ def test_choices_of_auto_are_recorded(tiny, supported, monkeypatch):
     def medians(works, device):
         return {name: seconds(run) for name, run in works.items()}
 
-    monkeypatch.setattr(choice, "medians", medians)
+    monkeypatch.setattr(policy, "medians", medians)
     given = ("precision=bf16", "sparse_matmuls=auto", "steps=2", "compile=none", "model.n_embd=64")
     outcome = tiny.train(*given)
     assert "sparse_matmuls=auto: 2 of 4 matmuls are sparse, cuSPARSELt 0.8.1" in outcome.output

@@ -14,7 +14,8 @@ from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity.clock import Clock, MicroBatches, fill
 from sparsepretrain.sparsity.engine.attachments import Attachment
 from sparsepretrain.sparsity.engine.operands import LayerOperands
-from sparsepretrain.sparsity.matmuls.choice import FP8Precision, SparseMatmulPolicy
+from sparsepretrain.sparsity.matmuls.fp8 import FP8Precision
+from sparsepretrain.sparsity.matmuls.policy import SparseMatmulPolicy
 from sparsepretrain.sparsity.method import Method, title
 
 METHOD_BYTES = 64

@@ -12,7 +12,7 @@ from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import pack_rows, unpacked, widen
 from sparsepretrain.sparsity.fsdp.rows import ALL_ROWS, Rows
 from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK, LayerState
-from sparsepretrain.sparsity.matmuls.choice import LayerMatmuls
+from sparsepretrain.sparsity.matmuls.layer import LayerMatmuls
 from sparsepretrain.sparsity.matmuls.three import Operands, Prepared
 from sparsepretrain.sparsity.method import Method, Projection
 from sparsepretrain.sparsity.operand_table import W

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsepretrain.kernels import dequantize_fp8, matmul_fp8, quantize_fp8
+from sparsepretrain.config.strict import build
+from sparsepretrain.errors import ConfigError, Problems
+from sparsepretrain.kernels import dequantize_fp8, matmul_fp8, no_fp8_matmuls, quantize_fp8
 from sparsepretrain.kernels.fp8 import FP8_MULTIPLE
-from sparsepretrain.sparsity.matmuls.geometry import Linear
-from sparsepretrain.sparsity.matmuls.three import Kind, Matmul, MatmulCall, Matmuls, Prepared
+from sparsepretrain.sparsity.matmuls.geometry import LayerSize, Linear
+from sparsepretrain.sparsity.matmuls.three import DENSE, Kind, Matmul, MatmulCall, Matmuls, Prepared
 
 LEFT = ("Xf", "P", "U")
 """Left operands of the matmuls."""
@@ -100,3 +105,76 @@ def scale_of(operand: Prepared) -> Tensor:
     """Return the scale of an operand in fp8."""
     assert operand.scale is not None
     return operand.scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class FP8Precision:
+    """Formats of fp8 training; evaluation never uses fp8."""
+
+    name: Literal["fp8", "fp8_sim"]
+    """Tensor cores, or the same values multiplied in wider types on any device."""
+    recipe: Literal["hybrid", "reference", "e4m3"] = "hybrid"
+    """See :func:`~sparsepretrain.sparsity.matmuls.fp8.fp8_matmuls`."""
+
+    def problems(self) -> Problems:
+        """Yield (key, message) of options that do not fit together."""
+        if (self.name, self.recipe) == ("fp8", "reference"):
+            yield "recipe", "must be one of hybrid, e4m3: no hardware multiplies e5m2×e5m2"
+
+    def __str__(self) -> str:
+        fprop, dgrad, _ = fp8_matmuls(self.recipe, True)
+        return (
+            f"{self.name} {self.recipe}: fprop {fprop.format('Xf')}×{fprop.format('A')}, "
+            f"dgrad and wgrad {dgrad.format('P')}×{dgrad.format('B')}"
+        )
+
+    @property
+    def simulated(self) -> FP8Precision:
+        """The same formats without tensor cores."""
+        return dataclasses.replace(self, name="fp8_sim")
+
+    def require_here(self, device: torch.device) -> None:
+        """Refuse a device without fp8 tensor cores, unless fp8 is simulated (ConfigError)."""
+        if self.name == "fp8":
+            self.require([no_fp8_matmuls(device)])
+
+    def require(self, reasons: Iterable[str]) -> None:
+        """Refuse a device or a model without a single fp8 matmul.
+
+        Args:
+            reasons: why each layer has none; "": it has.
+        """
+        reasons = list(reasons)
+        if self.name == "fp8" and "" not in reasons:
+            raise ConfigError(
+                f"precision=fp8: no matmul can be in fp8: {statistics.mode(reasons)}: "
+                "precision=fp8_sim trains with the same values"
+            )
+
+
+def precision_of(precision: str | dict[str, str] | FP8Precision | None) -> FP8Precision | None:
+    """Return the formats of ``sparsify(precision=…)``; None: matmuls follow autocast."""
+    if precision is None or isinstance(precision, FP8Precision):
+        return precision
+    given = {"name": precision} if isinstance(precision, str) else precision
+    name = given.get("name", "fp8_sim") if isinstance(given, dict) else None
+    if name in ("fp8", "fp8_sim"):
+        return build(FP8Precision, given, "precision")
+    raise ConfigError(
+        "precision must be None (follow autocast), 'fp8', 'fp8_sim' or a dict with its name and "
+        f"recipe, got {precision!r}"
+    )
+
+
+def unpacked_matmuls(precision: FP8Precision | None, size: LayerSize) -> tuple[Matmuls, str]:
+    """Return the matmuls of a layer without packing.
+
+    Also return the reason for which they simulate fp8 if tensor cores were asked for, or "".
+    """
+    if precision is None:
+        return DENSE, ""
+    why = ""
+    if precision.name == "fp8":
+        why = "" if size.device.type == "meta" else no_fp8_matmuls(size.device)
+        why = why or size.misfit(FP8_MULTIPLE)
+    return fp8_matmuls(precision.recipe, precision.name == "fp8_sim" or bool(why)), why

@@ -89,3 +89,27 @@ Geometry = Linear | Convolution
 def rows_of(x: Tensor) -> Tensor:
     """View x as a matrix (tokens, features)."""
     return x.reshape(-1, x.shape[-1])
+
+
+class LayerSize(NamedTuple):
+    """The stored weight of a layer, as far as the choice of matmuls depends on it."""
+
+    shape: tuple[int, ...]
+    dim: int  # axis of in_features
+    device: torch.device  # the meta device: not known where the layer will train
+
+    def features(self) -> tuple[int, int]:
+        """Return out_features and in_features."""
+        return self.shape[1 - self.dim], self.shape[self.dim]
+
+    def no_matrix(self) -> str:
+        """Return why the weight is not a matrix, which sparse and fp8 matmuls need, or ""."""
+        return "" if len(self.shape) == 2 else "a convolution"
+
+    def misfit(self, multiple: int) -> str:
+        """Return the reason for which the features are not multiples of this number, or ""."""
+        if why := self.no_matrix():
+            return why
+        sizes = zip(("out", "in"), self.features(), strict=True)
+        odd = [f"{k}_features = {n}, no multiple of {multiple}" for k, n in sizes if n % multiple]
+        return ", ".join(odd)

@@ -8,7 +8,7 @@ from torch import nn
 
 import sparsepretrain as sp
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity.matmuls import choice
+from sparsepretrain.sparsity.matmuls import fp8
 from sparsepretrain.sparsity.matmuls.fp8 import FP8, fp8_matmuls
 from sparsepretrain.sparsity.matmuls.sparse24 import Sparse24FP8
 from sparsepretrain.sparsity.matmuls.three import Matmuls
@@ -32,7 +32,7 @@ RECIPES = ("hybrid", "e4m3")
 @pytest.fixture(autouse=True)
 def supported(monkeypatch, semi_structured_device):
     """A device with correct fp8 matmuls, computed on the CPU."""
-    monkeypatch.setattr(choice, "no_fp8_matmuls", lambda device: "")
+    monkeypatch.setattr(fp8, "no_fp8_matmuls", lambda device: "")
 
 
 def sparsify(model, method, recipe="hybrid", name="fp8", sparse_matmuls="emulate", options=None):
@@ -203,7 +203,7 @@ def test_device_without_fp8_tensor_cores_is_refused(monkeypatch):
     model = Layer()
     sparsify(model, "ste")
     reason = "compute capability 8.6 has no fp8 tensor cores (8.9 is the first)"
-    monkeypatch.setattr(choice, "no_fp8_matmuls", lambda device: reason)
+    monkeypatch.setattr(fp8, "no_fp8_matmuls", lambda device: reason)
     with pytest.raises(ConfigError, match=r"no matmul can be in fp8: .*8\.6 has no"):
         sp.sparsify(Layer(), "ste", targets="fc", precision="fp8")
     model.to("cpu")  # back, from a GPU

@@ -10,7 +10,7 @@ import sparsepretrain as sp
 from sparsepretrain import kernels, registry
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import Projection
-from sparsepretrain.sparsity.matmuls import choice, sparse24
+from sparsepretrain.sparsity.matmuls import policy, sparse24
 from sparsepretrain.sparsity.matmuls.three import DENSE
 from support.matmul_cases import (
     Stopwatch,
@@ -187,7 +187,7 @@ def test_backend_without_a_supported_matmul_is_refused(method, options, why):
 
 def test_unsupported_machine_is_refused_or_emulated(monkeypatch):
     reason = "this machine has no CUDA device"
-    monkeypatch.setattr(choice, "unsupported", lambda device, **_: reason)
+    monkeypatch.setattr(policy, "unsupported", lambda device, **_: reason)
     with pytest.raises(ConfigError, match=f"semi_structured: no matmul can be sparse: {reason}"):
         sparsify(Layer(), "sste")
     model, twin = Layer(), Layer()
@@ -201,7 +201,7 @@ def test_unsupported_machine_is_refused_or_emulated(monkeypatch):
 def test_moved_model_checks_the_new_device(monkeypatch):
     model = Layer()
     handle = sparsify(model, "sste")
-    monkeypatch.setattr(choice, "unsupported", lambda device, **_: f"not on {device.type}")
+    monkeypatch.setattr(policy, "unsupported", lambda device, **_: f"not on {device.type}")
     model.to("cpu")  # back, from a GPU
     assert handle.layers["fc"].operands.matmuls.packs == ""
     with pytest.raises(ConfigError, match="semi_structured: not on cpu"):

@@ -6,7 +6,7 @@ from torch import nn
 
 import sparsepretrain as sp
 from sparsepretrain import kernels
-from sparsepretrain.sparsity.matmuls import choice, sparse24
+from sparsepretrain.sparsity.matmuls import policy, sparse24
 from sparsepretrain.sparsity.matmuls.fp8 import fp8_matmuls
 from sparsepretrain.sparsity.matmuls.sparse24 import packing
 from sparsepretrain.sparsity.matmuls.three import DENSE, Estimate
@@ -72,8 +72,8 @@ def test_padded_matmuls_equal_emulated_ones(method, kind, bias, dtype, sizes, mo
 def test_padded_matmuls_equal_those_in_fp64(dtype, operand, dim, tokens, sizes):
     fp8 = dtype.itemsize == 1
     base, dtype = (fp8_matmuls("e4m3", False), BRAIN) if fp8 else (DENSE, dtype)
-    case = choice.Case(operand, *sizes, tokens, dtype, dim, bias=True)
-    left, right, call, bias = choice.random_matmul(case, torch.device("cpu"))
+    case = policy.Case(operand, *sizes, tokens, dtype, dim, bias=True)
+    left, right, call, bias = policy.random_matmul(case, torch.device("cpu"))
     names = {"fprop": ("Xf", "A"), "dgrad": ("P", "B"), "wgrad": ("U", "Xw")}[call.name]
     product = getattr(packing(base, operand), call.name)
     pair = product.prepare(left, names[0]), product.prepare(right, names[1])

@@ -15,7 +15,7 @@ import linear
 from sparsepretrain import kernels
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels.cpu import KERNELS
-from sparsepretrain.sparsity.matmuls import choice, sparse24
+from sparsepretrain.sparsity.matmuls import policy, sparse24
 from support import ROOT
 
 SCRIPTS = ROOT / "benchmarks"
@@ -110,8 +110,8 @@ def test_a_wrong_sparse_matmul_gets_no_time(run, monkeypatch):
     def medians(works, device):
         return {name: seconds(run) for name, run in works.items()}
 
-    monkeypatch.setattr(choice, "unsupported", lambda device, **_: None)
-    monkeypatch.setattr(choice, "medians", medians)
+    monkeypatch.setattr(policy, "unsupported", lambda device, **_: None)
+    monkeypatch.setattr(policy, "medians", medians)
     monkeypatch.setattr(sparse24, "matmul_24", multiply)
     code, cases = run("linear", "--methods", "sste", "--sparse-matmuls", "auto")
     found = {case["name"].partition("sparse_matmuls=auto, ")[2]: case for case in cases}

@@ -14,7 +14,7 @@ from sparsepretrain.cli._verb import read_settings
 from sparsepretrain.cli.main import parser
 from sparsepretrain.config.groups import GROUPS, REGISTERED
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity.matmuls import choice
+from sparsepretrain.sparsity.matmuls import fp8
 from sparsepretrain.studies import sweep, tables
 from sparsepretrain.training import derive
 from support.doc_pages import DOCUMENTS, ROOT, blocks
@@ -60,7 +60,7 @@ def test_library_snippets_run(block, capsys):
 def test_commands_run(block, tiny, tmp_path, monkeypatch, capsys):
     # takes seconds; tested elsewhere
     monkeypatch.setattr(training_verb, "illustrate", lambda directory: None)
-    monkeypatch.setattr(choice, "no_fp8_matmuls", lambda device: "")  # torch emulates them
+    monkeypatch.setattr(fp8, "no_fp8_matmuls", lambda device: "")  # torch emulates them
     for program, *argv in commands(block.body, tmp_path):
         if program == "sparsepretrain":
             run(argv, tiny)

@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_map
 from sparsepretrain import densify, registry
 from sparsepretrain.runs.writer import Writer
 from sparsepretrain.sparsity import coverage
-from sparsepretrain.sparsity.matmuls import choice
+from sparsepretrain.sparsity.matmuls import fp8, policy
 from sparsepretrain.sparsity.matmuls.fp8 import FP8
 from sparsepretrain.sparsity.methods.bimask import BiMask
 from sparsepretrain.training import loop, session_state, validation
@@ -125,19 +125,19 @@ def test_other_recipes_do_too(tiny, words, monkeypatch):
         runs = f"runs_dir='{tiny.root / 'runs'}'"
         monkeypatch.setattr(tiny, "overrides", lambda *more: [*more, runs])
     if "sparse_matmuls=semi_structured" in words:  # with the reference in place of cuSPARSELt
-        monkeypatch.setattr(choice, "unsupported", lambda device, **_: None)
+        monkeypatch.setattr(policy, "unsupported", lambda device, **_: None)
         monkeypatch.setattr(coverage, "version", lambda: "0.8.1")
     if "precision=fp8_sim" in words:  # whose products CPUs multiply scaled, and GPUs as they are
         monkeypatch.setattr(FP8, "dequantizes", lambda *_: False)
     if "precision=fp8" in words:  # with torch's scaled products of a CPU
-        monkeypatch.setattr(choice, "no_fp8_matmuls", lambda device: "")
+        monkeypatch.setattr(fp8, "no_fp8_matmuls", lambda device: "")
     compare(tiny, words)
 
 
 @pytest.mark.parametrize("method", SPARSE)
 def test_sparse_products_do_too(tiny, method, monkeypatch):
     """With the reference in place of cuSPARSELt; packs are counted."""
-    monkeypatch.setattr(choice, "unsupported", lambda device, **_: None)
+    monkeypatch.setattr(policy, "unsupported", lambda device, **_: None)
     monkeypatch.setattr(coverage, "version", lambda: "0.8.1")
     step = loop.train_step
 

@@ -7,7 +7,7 @@ import torch
 
 from sparsepretrain import kernels
 from sparsepretrain.kernels.cusparselt import packed24 as library
-from sparsepretrain.sparsity.matmuls.choice import Case, random_matmul
+from sparsepretrain.sparsity.matmuls.policy import Case, random_matmul
 from sparsepretrain.sparsity.matmuls.sparse24 import packing
 from sparsepretrain.sparsity.matmuls.three import DENSE, Estimate
 

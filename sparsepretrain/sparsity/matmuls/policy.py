@@ -1,31 +1,25 @@
-"""Choose the matmuls of each layer: dense, in fp8 or sparse, with the reasons."""
+"""Policy of sparse matmuls: which 2:4 operands of a model are packed, with the reasons."""
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparsepretrain.config.strict import build
-from sparsepretrain.errors import ConfigError, Problems, one_line
-from sparsepretrain.kernels import no_fp8_matmuls
+from sparsepretrain.errors import ConfigError, one_line
 from sparsepretrain.kernels.cusparselt.packed24 import searching, unsupported
-from sparsepretrain.kernels.fp8 import FP8_MULTIPLE
 from sparsepretrain.kernels.hardware import broken
 from sparsepretrain.kernels.timing import medians
-from sparsepretrain.sparsity.matmuls.fp8 import fp8_matmuls
-from sparsepretrain.sparsity.matmuls.geometry import Linear
+from sparsepretrain.sparsity.matmuls.fp8 import FP8Precision, fp8_matmuls
+from sparsepretrain.sparsity.matmuls.geometry import LayerSize, Linear
 from sparsepretrain.sparsity.matmuls.sparse24 import (
     PACKED,
     cannot_pack,
     packing,
-    padding,
     straddles,
 )
 from sparsepretrain.sparsity.matmuls.three import (
@@ -37,105 +31,7 @@ from sparsepretrain.sparsity.matmuls.three import (
     Matmuls,
     Prepared,
 )
-from sparsepretrain.sparsity.method import Method
 from sparsepretrain.sparsity.operand_table import Row
-
-
-@dataclass(frozen=True, kw_only=True)
-class FP8Precision:
-    """Formats of fp8 training; evaluation never uses fp8."""
-
-    name: Literal["fp8", "fp8_sim"]
-    """Tensor cores, or the same values multiplied in wider types on any device."""
-    recipe: Literal["hybrid", "reference", "e4m3"] = "hybrid"
-    """See :func:`~sparsepretrain.sparsity.matmuls.fp8.fp8_matmuls`."""
-
-    def problems(self) -> Problems:
-        """Yield (key, message) of options that do not fit together."""
-        if (self.name, self.recipe) == ("fp8", "reference"):
-            yield "recipe", "must be one of hybrid, e4m3: no hardware multiplies e5m2×e5m2"
-
-    def __str__(self) -> str:
-        fprop, dgrad, _ = fp8_matmuls(self.recipe, True)
-        return (
-            f"{self.name} {self.recipe}: fprop {fprop.format('Xf')}×{fprop.format('A')}, "
-            f"dgrad and wgrad {dgrad.format('P')}×{dgrad.format('B')}"
-        )
-
-    @property
-    def simulated(self) -> FP8Precision:
-        """The same formats without tensor cores."""
-        return dataclasses.replace(self, name="fp8_sim")
-
-    def require_here(self, device: torch.device) -> None:
-        """Refuse a device without fp8 tensor cores, unless fp8 is simulated (ConfigError)."""
-        if self.name == "fp8":
-            self.require([no_fp8_matmuls(device)])
-
-    def require(self, reasons: Iterable[str]) -> None:
-        """Refuse a device or a model without a single fp8 matmul.
-
-        Args:
-            reasons: why each layer has none; "": it has.
-        """
-        reasons = list(reasons)
-        if self.name == "fp8" and "" not in reasons:
-            raise ConfigError(
-                f"precision=fp8: no matmul can be in fp8: {statistics.mode(reasons)}: "
-                "precision=fp8_sim trains with the same values"
-            )
-
-
-def precision_of(precision: str | dict[str, str] | FP8Precision | None) -> FP8Precision | None:
-    """Return the formats of ``sparsify(precision=…)``; None: matmuls follow autocast."""
-    if precision is None or isinstance(precision, FP8Precision):
-        return precision
-    given = {"name": precision} if isinstance(precision, str) else precision
-    name = given.get("name", "fp8_sim") if isinstance(given, dict) else None
-    if name in ("fp8", "fp8_sim"):
-        return build(FP8Precision, given, "precision")
-    raise ConfigError(
-        "precision must be None (follow autocast), 'fp8', 'fp8_sim' or a dict with its name and "
-        f"recipe, got {precision!r}"
-    )
-
-
-class LayerSize(NamedTuple):
-    """The stored weight of a layer, as far as the choice of matmuls depends on it."""
-
-    shape: tuple[int, ...]
-    dim: int  # axis of in_features
-    device: torch.device  # the meta device: not known where the layer will train
-
-    def features(self) -> tuple[int, int]:
-        """Return out_features and in_features."""
-        return self.shape[1 - self.dim], self.shape[self.dim]
-
-    def no_matrix(self) -> str:
-        """Return why the weight is not a matrix, which sparse and fp8 matmuls need, or ""."""
-        return "" if len(self.shape) == 2 else "a convolution"
-
-    def misfit(self, multiple: int) -> str:
-        """Return the reason for which the features are not multiples of this number, or ""."""
-        if why := self.no_matrix():
-            return why
-        sizes = zip(("out", "in"), self.features(), strict=True)
-        odd = [f"{k}_features = {n}, no multiple of {multiple}" for k, n in sizes if n % multiple]
-        return ", ".join(odd)
-
-
-def unpacked_matmuls(precision: FP8Precision | None, size: LayerSize) -> tuple[Matmuls, str]:
-    """Return the matmuls of a layer without packing.
-
-    Also return the reason for which they simulate fp8 if tensor cores were asked for, or "".
-    """
-    if precision is None:
-        return DENSE, ""
-    why = ""
-    if precision.name == "fp8":
-        why = "" if size.device.type == "meta" else no_fp8_matmuls(size.device)
-        why = why or size.misfit(FP8_MULTIPLE)
-    return fp8_matmuls(precision.recipe, precision.name == "fp8_sim" or bool(why)), why
 
 
 class Case(NamedTuple):
@@ -274,108 +170,6 @@ class SparseMatmulPolicy:
             dtype = {"dtype": str(case.dtype).removeprefix("torch.")}
             rows.append(runs | case._asdict() | dtype | trial._asdict())
         return rows
-
-
-class LayerMatmuls:
-    """The matmuls of one layer, chosen for its size, device and first inputs.
-
-    Args:
-        method: reads the present row; see :class:`~sparsepretrain.sparsity.method.Method`.
-        precision: None: matmuls follow autocast.
-        policy: None: no operand is packed.
-        size: of the stored weight.
-        sharded: the weight is prepared for FSDP, whose operands are not packed.
-    """
-
-    def __init__(
-        self,
-        method: Method,
-        precision: FP8Precision | None,
-        policy: SparseMatmulPolicy | None,
-        size: LayerSize,
-        *,
-        sharded: bool = False,
-    ) -> None:
-        self.method = method
-        self.precision = precision
-        self.policy = policy
-        self.size = size
-        self.base, self.simulated = unpacked_matmuls(precision, size)
-        self.reasons: dict[str, str] = {}
-        """N:M operand -> the reason for which it is not packed; "": it is."""
-        self.packs = ""
-        """Operands that are packed while their row is 2:4."""
-        self.is_final = False
-        """True once the matmuls were tried with inputs of the layer."""
-        if policy is None:
-            return
-        self.reasons = policy.reasons(method.sparse_row, size, self.base)
-        if sharded:
-            self.reasons = {k: why or "its weight is sharded" for k, why in self.reasons.items()}
-        if policy.name != "auto":
-            self.packs = self._possible
-
-    def on(self, device: torch.device, *, sharded: bool) -> LayerMatmuls:
-        """Return the matmuls of the same layer on ``device``, not tried yet."""
-        size = self.size._replace(device=device)
-        return LayerMatmuls(self.method, self.precision, self.policy, size, sharded=sharded)
-
-    @property
-    def _possible(self) -> str:
-        return "".join(name for name, why in self.reasons.items() if not why)
-
-    def padding(self) -> dict[str, str]:
-        """Return operand -> the zero padding of its sparse matmul, where that has any."""
-        words = {name: padding(self.base, name, *self.size.features()) for name in self._possible}
-        return {name: text for name, text in words.items() if text}
-
-    def now(self, dtype: torch.dtype, training: bool) -> Matmuls:
-        """Return the matmuls of the present phase."""
-        if not training:
-            return DENSE
-        if not self.packs:
-            return self.base
-        row = self.method.phase.row
-        packs = [name for name in self.packs if getattr(row, name).pattern == (2, 4)]
-        packs = [
-            name for name in packs if not cannot_pack(getattr(self.base, MATMUL_OF[name]), dtype)
-        ]
-        return packing(self.base, "".join(packs)) if packs else self.base
-
-    def try_inputs(
-        self, weight: Tensor, inputs: Sequence[int], dtype: torch.dtype, *, bias: bool
-    ) -> bool:
-        """Try the possible matmuls with inputs of one shape; return True if packing changed.
-
-        Args:
-            weight: of the layer, as stored.
-            inputs: (…, tokens of a sample, in_features).
-            dtype: of the layer's matmuls.
-            bias: True if the layer has one.
-        """
-        if self.is_final or weight.is_meta:
-            return False
-        policy = self.policy
-        before = self.packs
-        device = weight.device
-        if self.precision is not None:
-            self.precision.require_here(device)
-        if policy is not None:
-            policy.require_here(device, dtype, self.precision)
-        self.is_final = True
-        if policy is None:
-            return False
-        shape = self.size.shape
-        dim = self.size.dim
-        tokens = torch.Size(inputs[:-1])
-        for name in self._possible:
-            case = Case(name, shape[1 - dim], shape[dim], tokens.numel(), dtype, dim, bias)
-            why = objection(name, tokens, dtype, self.base)
-            if not why and case not in policy.trials:
-                policy.trials[case] = policy.attempt(case, device, self.base)
-            self.reasons[name] = why or policy.trials[case].objection
-        self.packs = self._possible
-        return self.packs != before
 
 
 def objection(operand: str, tokens: Sequence[int], dtype: torch.dtype, base: Matmuls) -> str:
