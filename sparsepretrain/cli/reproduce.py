@@ -16,10 +16,10 @@ DESCRIPTION = """\
 Run a table of a paper: every cell with every seed, each an ordinary run in
 runs/TABLE/CELL/HASH-sSEED. A table may tune its rows first: the best setting of each is then run
 with the table's seeds. All cells are checked before the first one starts. Finished runs are
-skipped, partial ones continue. A failed run stays as a row while the others go on; the exit code is
-then 1, and the next call tries it again. Runs print to console.log in their directories, one at a
-time on each GPU; a run with parallel.nproc=K takes K GPUs. Ctrl-C ends cleanly, and the same
-command continues. Overrides apply to all cells.
+skipped, partial ones continue. A failed run stays as a row while the other runs continue; the exit
+code is then 1, and the next call tries it again. Runs print to console.log in their directories,
+one at a time on each GPU; a run with parallel.nproc=K takes K GPUs. Ctrl-C ends cleanly, and the
+same command continues. Overrides apply to all cells.
 """
 
 

@@ -216,4 +216,4 @@ def _fitting(run: Run) -> Problems:
         has = f"{run.data.name} has {source.kind}"
         yield "data", f"{has}, but task={run.task.name} needs {task.kind}"
     else:
-        yield from task.misfits(run.task, run.model, run.data)
+        yield from task.conflicts(run.task, run.model, run.data)

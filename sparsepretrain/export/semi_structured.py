@@ -64,13 +64,13 @@ def load_semi_structured(
             "{}.{}".format(*capability)
         )
     model: Any = getattr(transformers, name).from_pretrained(directory, dtype=dtype)
-    if why := misfit(model, about["layers"]):
+    if why := mismatch(model, about["layers"]):
         raise ConfigError(f"semi-structured tensors: {why}: load {directory} with transformers")
     compress(model.to(device).eval(), about["layers"])
     return model
 
 
-def misfit(model: nn.Module, layers: list[str]) -> str:
+def mismatch(model: nn.Module, layers: list[str]) -> str:
     """Return the first layer that no semi-structured tensor can hold, in words; "": all fit."""
     for name in layers:
         rows, columns = _as_linear(model.get_submodule(name)).weight.shape

@@ -154,7 +154,7 @@ class Study(contextlib.AbstractContextManager["Study"]):
     """Runs cells in child processes and shows them in one table.
 
     Finished cells are skipped, partial ones continue, and a failed one stays as a row with its
-    error while the others go on.
+    error while the other runs continue.
 
     ``jobs`` cells at a time divide the threads of the CPU. Of ``devices``, entries of
     ``CUDA_VISIBLE_DEVICES``, each child sees the least used, one per rank; cells share a device
@@ -287,7 +287,7 @@ class Study(contextlib.AbstractContextManager["Study"]):
         cell.error = error
         if note:
             cell.note()
-        self._console.warn(f"{cell.label} failed ({_row(cell)[-1]}); the others go on")
+        self._console.warn(f"{cell.label} failed ({_row(cell)[-1]}); the other runs continue")
 
     def _send(self, number: int) -> None:
         for child in self._children.values():

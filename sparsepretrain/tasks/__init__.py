@@ -64,7 +64,7 @@ class Task(ABC):
         """Take the checked options of the groups task, model and data; touch no data.
 
         Raises:
-            ConfigError: incompatible options that :meth:`misfits` does not cover.
+            ConfigError: incompatible options that :meth:`conflicts` does not cover.
         """
         self.options = options
         self.model_options = model
@@ -82,7 +82,7 @@ class Task(ABC):
         return self.recipe.roles(self.model_options)
 
     @staticmethod
-    def misfits(options: Any, model: Any, data: Any) -> Problems:
+    def conflicts(options: Any, model: Any, data: Any) -> Problems:
         """Yield (dotted key, message) of incompatible options."""
         tokens = getattr(data, "vocab_size", None)
         rows = getattr(model, "vocab_size", None)

@@ -85,7 +85,7 @@ class ImageClassification(Task):
     metric = "top1"
 
     @staticmethod
-    def misfits(options: Any, model: Any, data: Any) -> Problems:
+    def conflicts(options: Any, model: Any, data: Any) -> Problems:
         if options.image_size != model.image_size:
             expected = f"task.image_size ({options.image_size})"
             yield "model.image_size", f"must equal {expected}, got {model.image_size}"

@@ -48,8 +48,8 @@ class MaskedLM(WindowTask):
     complete = False
 
     @staticmethod
-    def misfits(options: Any, model: Any, data: Any) -> Problems:
-        yield from Task.misfits(options, model, data)
+    def conflicts(options: Any, model: Any, data: Any) -> Problems:
+        yield from Task.conflicts(options, model, data)
         if getattr(data, "has_mask", None) is False and model.vocab_size <= data.vocab_size:
             yield (
                 "model.vocab_size",

@@ -38,7 +38,7 @@ class Regression(Task):
     loss_name = "mean squared error"
 
     @staticmethod
-    def misfits(options: Any, model: Any, data: Any) -> Problems:
+    def conflicts(options: Any, model: Any, data: Any) -> Problems:
         for key in ("inputs", "outputs"):
             expected = getattr(data, key)
             value = getattr(model, key)

@@ -44,7 +44,7 @@ def test_layers_of_other_sizes_are_refused(tmp_path):
     directory, _ = export(write_run(tmp_path, "gpt2", "model.n_embd=40"))
     model = AutoModelForCausalLM.from_pretrained(directory)
     layers = json.loads((directory / "sparsity.json").read_text())["layers"]
-    assert semi_structured.misfit(model, layers).endswith(
+    assert semi_structured.mismatch(model, layers).endswith(
         "mlp.c_fc is 160 × 40, not multiples of 64 × 64"
     )
 

@@ -176,5 +176,5 @@ def unpacked_matmuls(precision: FP8Precision | None, size: LayerSize) -> tuple[M
     why = ""
     if precision.name == "fp8":
         why = "" if size.device.type == "meta" else no_fp8_matmuls(size.device)
-        why = why or size.misfit(FP8_MULTIPLE)
+        why = why or size.indivisible(FP8_MULTIPLE)
     return fp8_matmuls(precision.recipe, precision.name == "fp8_sim" or bool(why)), why

@@ -106,7 +106,7 @@ class LayerSize(NamedTuple):
         """Return why the weight is not a matrix, which sparse and fp8 matmuls need, or ""."""
         return "" if len(self.shape) == 2 else "a convolution"
 
-    def misfit(self, multiple: int) -> str:
+    def indivisible(self, multiple: int) -> str:
         """Return the reason for which the features are not multiples of this number, or ""."""
         if why := self.no_matrix():
             return why

@@ -20,7 +20,7 @@ from sparsepretrain.sparsity.matmuls.sparse24 import (
     PACKED,
     cannot_pack,
     packing,
-    straddles,
+    spans_samples,
 )
 from sparsepretrain.sparsity.matmuls.three import (
     DENSE,
@@ -175,7 +175,7 @@ class SparseMatmulPolicy:
 def objection(operand: str, tokens: Sequence[int], dtype: torch.dtype, base: Matmuls) -> str:
     """Return the reason for which tokens (…, tokens of a sample) have no sparse matmul, or ""."""
     why = cannot_pack(getattr(base, MATMUL_OF[operand]), dtype)
-    return why or (straddles(tuple(tokens)) if operand == "U" else "")
+    return why or (spans_samples(tuple(tokens)) if operand == "U" else "")
 
 
 def uses_fp8(base: Matmuls) -> bool:

@@ -178,10 +178,10 @@ def cannot_pack(matmul: Matmul, dtype: torch.dtype | None = None) -> str:
 
 def can_pack(packs: str, operand: str, x: Tensor) -> bool:
     """Return True if ``operand`` is the packed one and ``x`` has whole groups of four tokens."""
-    return operand == packs and not (operand == "U" and straddles(x.shape[:-1]))
+    return operand == packs and not (operand == "U" and spans_samples(x.shape[:-1]))
 
 
-def straddles(shape: tuple[int, ...]) -> str:
+def spans_samples(shape: tuple[int, ...]) -> str:
     """Return the reason for which tokens (…, tokens of a sample) cannot be packed, or ""."""
     odd = len(shape) > 1 and shape[-1] % 4
     return f"samples of {shape[-1]} tokens, no multiple of 4" if odd else ""
@@ -193,8 +193,8 @@ def padded(x: Tensor, rows: int, columns: int) -> Tensor:
     ``x`` itself if it is such a matrix.
     """
     below = -x.shape[0] % rows
-    beside = -x.shape[1] % columns
-    return (F.pad(x, (0, beside, 0, below)) if below or beside else x).contiguous()
+    right = -x.shape[1] % columns
+    return (F.pad(x, (0, right, 0, below)) if below or right else x).contiguous()
 
 
 def cut(y: Tensor, shape: tuple[int, ...]) -> Tensor:

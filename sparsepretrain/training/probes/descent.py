@@ -28,7 +28,7 @@ class Descent(Probe["Session"]):
     """Changes of the loss of a step's own batch along the update ΔW that the optimizer made of it.
 
     ``predicted``: ⟨∇L, ΔW⟩ with the gradient that the backward gave, straight through and, where
-    the method samples, with its noise. ``actual_<ε>``: L(W + εΔW) - L(W), masks chosen anew; at
+    the method samples, with its noise. ``actual_<ε>``: L(W + εΔW) - L(W), masks chosen again; at
     ε = 1 this is ΔF₁ of Figure 1. ``weights_only``: ΔF₂, the same with the masks of before: entries
     outside them are zero, the others hold the new weight, of a soft threshold its value there.
 
