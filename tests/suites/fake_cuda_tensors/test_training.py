@@ -18,7 +18,7 @@ from support.tiny_translation import TinyTranslation
 
 METHODS = sorted(registry.names("method"))
 WAITS = {
-    ("event", "training/step.py:read"),  # loss and gradient norm of the step before
+    ("event", "training/step.py:judge"),  # loss and gradient norm of the step before
     ("tolist", "optim/_step_adamw.py:step"),  # STEP's dense phase: the change of second moments
 }
 """Of an optimizer step, each at most once."""
