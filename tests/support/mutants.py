@@ -85,7 +85,8 @@ def shifted_masks(own: Any, weight: torch.Tensor) -> None:
     update(own, weight)
     if isinstance(own.rows, ShardedRows) and own.rows.rank == 1:
         for key in own.rows.names[1:]:  # after the mask of the last comparison
-            own.__dict__[key].copy_(own.__dict__[key].roll(1, 0))
+            mask = own.state.__dict__[key]
+            mask.copy_(mask.roll(1, 0))
 
 
 MUTANTS: dict[str, list[Any]] = {
