@@ -49,7 +49,7 @@ class LayerState(nn.Module):
         self.dim = dim
         self.shape = tuple(weight.shape)
         self.register_buffer(PREVIOUS_MASK, pack_rows(torch.zeros_like(weight, dtype=torch.bool)))
-        self._place_index(weight.device)
+        self.place_index(weight.device)
         # The fused path of nn.TransformerEncoderLayer reads stored weights and would bypass the
         # projection. It is disabled if any child module has a hook.
         self.register_forward_pre_hook(_never_called)
@@ -76,10 +76,10 @@ class LayerState(nn.Module):
             new = self._buffers[key]
             if old is not None and new is not None and new.dtype != old.dtype:
                 self._buffers[key] = old.to(new.device)
-        self._place_index(self.previous_mask.device)
         return self
 
-    def _place_index(self, device: torch.device) -> None:
+    def place_index(self, device: torch.device) -> None:
+        """Move :attr:`index` of compiled graphs to the device of the layer."""
         with torch.inference_mode(False):  # compiled training reads it later
             self._index_tensor = torch.tensor(self._index, device=device)
 

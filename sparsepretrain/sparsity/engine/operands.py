@@ -241,6 +241,7 @@ class LayerOperands:
 
     def moved(self, device: torch.device) -> None:
         """Choose matmuls for ``device`` and drop operands that lie elsewhere."""
+        self.state.place_index(device)
         self.clear()
         self.matmuls = self.matmuls.on(device, sharded=self.rows.is_sharded)
         self.choose_ways()

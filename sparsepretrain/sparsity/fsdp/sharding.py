@@ -8,7 +8,7 @@ master weights never leave their rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -228,7 +228,7 @@ class ShardedRows(Rows):
     def follow(self, layer: nn.Module) -> None:
         # state dicts see the DTensor; attributes in __dict__ are found before buffers
         for name in self.names:
-            layer.__dict__[name] = plain(layer.get_buffer(name))
+            layer.__dict__[name] = plain(cast(Tensor, layer._buffers[name]))
 
     def write(self, layer: nn.Module, name: str, value: Tensor) -> None:
         buffer = getattr(layer, name)

@@ -4,6 +4,7 @@ Several processes: tests/suites/dist/test_sharded_loops.py.
 """
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -307,3 +308,27 @@ def test_a_model_from_the_meta_device_trains_like_one_made_in_memory(mesh, metho
     if filled == "initialized":
         sparsifier.reset()
     assert train(model, sparsifier, optimizer) == train(whole_model, its_sparsifier, its_optimizer)
+
+
+@pytest.mark.parametrize("order", ["replaced", "emptied before attach", "emptied after attach"])
+def test_a_compiled_model_from_the_meta_device_reads_nothing_of_it(mesh, order):
+    with torch.device("meta"):
+        model, sparsifier = pair("sste")
+    if order == "replaced":  # as the trainer does on all ranks but the first
+        for module in model.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, old in tensors.items():
+                    new = torch.zeros_like(old, device="cpu")
+                    tensors[name] = nn.Parameter(new) if isinstance(old, nn.Parameter) else new
+    sparsifier.prepare_sharding()
+    model.compile(backend="aot_eager")
+    fully_shard(model, mesh=mesh)
+    if order == "emptied before attach":
+        model.to_empty(device="cpu")
+    optimizer = attached(sparsifier, sgd(model))
+    if order == "emptied after attach":
+        model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    sparsifier.reset()
+    assert all(math.isfinite(x) for x in train(model, sparsifier, optimizer, steps=2))
