@@ -12,12 +12,14 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import sparsepretrain as sp
+from sparsepretrain import registry
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.sparsity.engine.layer_classes import sparse_class
 from sparsepretrain.sparsity.engine.layers import SparseLayer
 from support.small_loops import attached, train
 from support.small_models import ConvNet, Net, draw
 from support.sparse_cases import build, sparsify
+from support.tiny_runs import assert_equal_bits
 
 
 class Shared(nn.Module):
@@ -259,6 +261,37 @@ def test_state_of_another_run_is_refused():
     with pytest.raises(CheckpointError):
         sparsifier.load_state_dict({})
     sparsifier.load_state_dict(good)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (("slope", 2, 4), ("slope", 1, 4)),
+        (("ste", 2, 4), ("ste", 4, 8)),
+        (("ste", 2, 4), ("srste", 2, 4)),
+        (("tsrste", 2, 4), ("asp", 2, 4)),
+        (("sste", 2, 4), ("dense", 2, 4)),
+    ],
+)
+@pytest.mark.parametrize("strict", [True, False])
+def test_the_state_dict_of_another_method_or_pattern_is_refused(saved, loaded, strict):
+    state, model = (build(name, {"n": n, "m": m})[0] for name, n, m in (saved, loaded))
+    before = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        state.fc1.weight.add_(1.0)
+    names = (n if n == "dense" else f"{n} {k}:{m}" for n, k, m in (saved, loaded))
+    with pytest.raises(
+        ConfigError, match="of a model with {}, this one has {}: call".format(*names)
+    ):
+        model.load_state_dict(state.state_dict(), strict=strict)
+    assert_equal_bits(model.state_dict(), before)
+
+
+def test_the_state_dict_of_a_method_with_a_long_name_is_its_own(monkeypatch):
+    name = "a_method_of_one_owner_ä_" + "x" * 60
+    monkeypatch.setitem(registry._registered["method"], name, registry.get("method", "ste"))
+    model, other = (build(name, {})[0] for _ in range(2))
+    model.load_state_dict(other.state_dict())
 
 
 def test_module_under_two_names_is_replaced_once():

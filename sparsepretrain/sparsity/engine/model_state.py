@@ -157,7 +157,7 @@ class ModelState:
 
     def before_load(self, module: nn.Module, state_dict: Any, prefix: str, *args: Any) -> None:
         """Refuse the state of another method, and add the counters that a dense one lacks."""
-        this = title(self.method)
+        this = _decoded(_encoded(title(self.method)))  # a long name of a plug-in is cut
         stored = state_dict.get(prefix + self.method_buffer)
         # A model that left the meta device may pass its own buffer, which has no values yet.
         named = stored is not None and not (stored.is_meta or self.left_meta)
