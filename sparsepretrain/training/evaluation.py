@@ -136,10 +136,10 @@ def _load_weights(session: Session, source: WeightSource, console: Console) -> N
     if source.averaged:
         session.ema = None  # one average at a time
     if session.ema is not None:
-        weights, updates = averages(
+        averaged, updates = averages(
             {key: newest.part(key) for key in ("ema", "ema_updates")}, session.model
         )
-        session.ema.load({name: value[...] for name, value in weights.items()}, updates)
+        session.ema.load({name: value[...] for name, value in averaged.items()}, updates)
 
 
 def append(result: dict[str, Any], file: Path) -> None:

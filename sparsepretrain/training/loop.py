@@ -67,8 +67,8 @@ def run_steps(
             numbers = {"loss": step.loss, "lr": step.lr, "grad_norm": step.grad_norm}
             require_finite_weights(session.model, session.parameters, session.world, session.step)
             line = {"step": session.step, "tokens": session.counters.tokens, **numbers}
+            per_layer = _every(run.log.layers_every, session.step)
             for observer in session.observers:
-                per_layer = _every(run.log.layers_every, session.step)
                 line |= observer.at_log(session, per_layer=per_layer)
             if session.guard.skipped:
                 line["skipped"] = session.guard.skipped

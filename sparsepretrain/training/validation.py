@@ -46,7 +46,7 @@ def evaluate(
     generates = session.task.generates(final=final)
     if session.is_sharded and not generates:  # ranks gather together, so all run as many forwards
         most = len(requests[:: session.world.size])
-        share += [requests[0]] * (most - len(share))
+        share += requests[:1] * (most - len(share))
 
     def measure() -> dict[str, float] | None:
         if session.stopping is not None:

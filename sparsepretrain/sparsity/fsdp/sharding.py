@@ -226,7 +226,8 @@ class ShardedRows(Rows):
         self.follow(layer)
 
     def follow(self, layer: nn.Module) -> None:
-        # state dicts see the DTensor; attributes in __dict__ are found before buffers
+        # State dicts see the DTensor. Attributes in __dict__ are found before buffers, also by
+        # get_buffer, which would return the tensor of before here.
         for name in self.names:
             layer.__dict__[name] = plain(cast(Tensor, layer._buffers[name]))
 
