@@ -265,7 +265,6 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core has one thread")
 def test_cells_divide_the_threads_of_numpy(tmp_path: Path) -> None:
     """Idle threads of OpenBLAS spin: two regression runs on two cores took 35 s instead of 15 s."""
     script = tmp_path / "blas_threads.py"
