@@ -95,10 +95,9 @@ class Method:
     differentiable: ClassVar[bool] = False
     """True if :meth:`project` runs under autograd in each training forward, to train Parameters.
     A then receives dA without a straight-through estimator: use differentiable operations."""
-    needs_whole: bool | Literal["start"] = False
+    needs_whole: bool = False
     """True if ``project`` or ``update_`` depend on rows outside their group (sums over the weight,
-    draws by position); "start": only ``update_`` at the first sparse step does. FSDP then gathers
-    the weight first."""
+    draws by position). FSDP then gathers the weight first."""
     reads_packed_masks: ClassVar[bool] = False
     """True if :meth:`adjust_gradient_` and :meth:`adjust_weight_` also take a mask that is packed
     by rows, as the engine stores it (:func:`sparsepretrain.kernels.pack_rows`). The engine then
@@ -113,6 +112,8 @@ class Method:
         self.options = options
         self.schedule = Schedule(options.window, total_steps, self.refresh)
         self.scalars = dict(self.scalars)
+        self.remarks: dict[str, list[str]] = {}
+        """Remark of :meth:`update_` about weights -> layers; the engine warns of each once."""
 
     def set_step(self, step: int) -> None:
         """Enter the phase after ``step`` completed steps, or after :attr:`scalars` changed."""
@@ -127,6 +128,11 @@ class Method:
         if why := self.schedule.dense_reason(step):
             return Phase(False, False, why)
         return Phase(row=self.sparse_row)
+
+    @property
+    def update_needs_whole(self) -> bool:
+        """True if :meth:`update_` needs the whole weight at this step, as :attr:`needs_whole`."""
+        return self.needs_whole
 
     @property
     def refresh(self) -> int:

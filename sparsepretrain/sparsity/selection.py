@@ -15,6 +15,7 @@ from sparsepretrain import registry
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.sparsity.engine.layer_classes import (
     dense_weights,
+    forward_objection,
     layer_family,
     replacement_of,
     sparse_class,
@@ -44,7 +45,11 @@ def select_layers(model: nn.Module, patterns: list[str], exclude: Sequence[str])
         for key, parameter in module._parameters.items():
             owners[parameter].append(f"{name}.{key}")
         hits = {p for p in patterns for alias in aliases if fnmatchcase(alias, p)}
-        if not name or not hits:
+        if not hits:
+            continue
+        if not name:  # weights of all blocks may be one Parameter of the root
+            if banks := dense_weights(module):
+                left_out[name] = _described(name, module, banks)
             continue
         if any(fnmatchcase(alias, p) for alias in aliases for p in exclude):
             pass
@@ -55,11 +60,14 @@ def select_layers(model: nn.Module, patterns: list[str], exclude: Sequence[str])
                 f"layer {name!r} computes its weight from another one (parametrization, "
                 "spectral_norm or weight_norm): remove that, or exclude the layer"
             )
-        elif sparse_class(type(module)) is not None:
-            chosen[name] = module
         elif layer_family(type(module)) is not None:
             kind = type(module).__name__
-            problems.append(f"layer {name!r} ({kind}) has a forward of its own: exclude it")
+            if sparse_class(type(module)) is None:
+                problems.append(f"layer {name!r} ({kind}) is bypassed by its module: exclude it")
+            elif why := forward_objection(module):
+                problems.append(f"layer {name!r} ({kind}) has {why}: exclude it")
+            else:
+                chosen[name] = module
         elif kept := dense_weights(module):
             text = _described(name, module, kept)
             if hits == {"*"}:
@@ -100,7 +108,8 @@ def select_layers(model: nn.Module, patterns: list[str], exclude: Sequence[str])
 
 def _described(name: str, module: nn.Module, weights: dict[str, Any]) -> str:
     """Name and shape of a module's own parameters, and its class."""
-    shapes = ", ".join(f"{name}.{k} {tuple(weight.shape)}" for k, weight in weights.items())
+    prefix = f"{name}." if name else ""
+    shapes = ", ".join(f"{prefix}{k} {tuple(weight.shape)}" for k, weight in weights.items())
     return f"{shapes} of {type(module).__name__}"
 
 

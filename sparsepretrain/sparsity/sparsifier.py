@@ -13,7 +13,7 @@ from sparsepretrain.sparsity.coverage import Coverage, Proof, cover, prove
 from sparsepretrain.sparsity.engine.attachments import holder_of
 from sparsepretrain.sparsity.engine.layers import SparseLayer
 from sparsepretrain.sparsity.engine.model_state import ModelState
-from sparsepretrain.sparsity.engine.steps import Steps
+from sparsepretrain.sparsity.engine.steps import Steps, require_own_weights
 from sparsepretrain.sparsity.fsdp.rows import Rows
 from sparsepretrain.sparsity.method import Method, title
 from sparsepretrain.sparsity.metrics import measure
@@ -105,6 +105,7 @@ class Sparsifier:
         self._require_sparse()
         if self._state.attachment.optimizer is not None:
             raise ConfigError("the sparsifier is attached already: call detach() first")
+        require_own_weights(self.layers)
         if self._rows.is_sharded:
             from sparsepretrain.sparsity.engine import shard_setup
 
@@ -166,6 +167,7 @@ class Sparsifier:
         self._state.reset()
         for layer in self.layers.values():
             layer.operands.reset(layer.weight)
+        self._state.warn_of_remarks()
         self._state.baseline_due = True
         self.refresh()
 

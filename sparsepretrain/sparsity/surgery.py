@@ -178,6 +178,7 @@ def sparsify_with(
         state.operands.append(layer.operands)
         if layer.weight.requires_grad and state.watched is None:
             state.watched = name, layer
+    state.warn_of_remarks()
     return Sparsifier(state)
 
 

@@ -94,7 +94,7 @@ class Attachment:
             "masked decay, phases and flip rates do not follow; call sparsifier.attach(optimizer) "
             "(of a copy: sparsifier_of(model).attach(optimizer))",
             SparsePretrainWarning,
-            stacklevel=_frames_to_the_caller(),
+            stacklevel=frames_to_the_caller(),
         )
 
 
@@ -118,7 +118,7 @@ def _fingerprint(weight: Tensor, optimizer: Optimizer | None) -> Tensor | int:
     return values[:: max(1, len(values) // 16)].clone()
 
 
-def _frames_to_the_caller() -> int:
+def frames_to_the_caller() -> int:
     """Return the ``stacklevel`` of the first caller outside torch and this package."""
     inside = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
     depth = 0
@@ -137,6 +137,12 @@ def _are_equal(first: Tensor | int, second: Tensor | int) -> bool:
 def unwrapped(optimizer: Any) -> Optimizer:
     """Return the torch optimizer inside wrappers."""
     while not isinstance(optimizer, Optimizer) or hasattr(optimizer, "optimizer"):
+        if type(optimizer).__module__.startswith("deepspeed."):
+            raise ConfigError(
+                "attach: DeepSpeed is not supported: its optimizers step on flattened partitions, "
+                "which have no masks. Use FSDP2 (Sparsifier.prepare_sharding) or "
+                "DistributedDataParallel"
+            )
         kind = type(optimizer).__name__
         outer = optimizer
         optimizer = getattr(outer, "optimizer", None)

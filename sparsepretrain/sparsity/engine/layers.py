@@ -194,6 +194,8 @@ class SparseLayer(nn.Module):
     replaces: ClassVar[type[nn.Module]]
     in_dim: ClassVar[int] = 1
     """Axis of in_features in the stored weight."""
+    casts_weight: ClassVar[bool] = False
+    """True if the replaced class casts weight and bias to the dtype of the input."""
     weight: Tensor
     bias: Tensor | None
     sparsity: LayerState
@@ -203,7 +205,7 @@ class SparseLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return Y = X·A(W)ᵀ + b for X of shape (…, in_features)."""
-        dtype = _matmul_dtype(x, self.weight)
+        dtype = self._matmul_dtype(x)
         micro_batches = None
         if not torch.compiler.is_compiling():
             self.sparse_model.sync()  # counters may have been loaded
@@ -217,8 +219,10 @@ class SparseLayer(nn.Module):
             y = self.replaces.forward(self, x)
         else:
             y = self._multiply(x, target, operands, dtype, micro_batches)
+        if self.casts_weight:
+            x = x.to(self.weight.dtype)
         residual: Tensor | None = self.operands.method.residual(x, self.sparsity)
-        return y if residual is None else y + residual
+        return y if residual is None else y + residual.to(y.dtype)
 
     def _multiply(
         self,
@@ -237,12 +241,15 @@ class SparseLayer(nn.Module):
         reading = self.sparse_model.clock.read()
         # Compiled calls share number 0: a number would be a constant of the graph.
         call = 0 if micro_batches is None else self.operands.number_call()
+        bias = self.bias
+        if self.casts_weight and bias is not None:
+            bias = bias.to(x.dtype)
         in_fp32 = autocast and matmuls.fprop.rounds  # dequantized operands keep fp32
         with torch.autocast(device, enabled=False) if in_fp32 else nullcontext():
             y: Tensor = SparseMatmul.apply(
                 padded,
                 target,
-                self.bias,
+                bias,
                 operands,
                 layer_operands,
                 geometry,
@@ -261,6 +268,13 @@ class SparseLayer(nn.Module):
             has_bias = self.bias is not None
             self.operands.try_matmuls(self.weight, x.shape, dtype, bias=has_bias)
         return micro_batches
+
+    def _matmul_dtype(self, x: Tensor) -> torch.dtype:
+        """Return the dtype of the matmuls: that of autocast, of a cast weight, or of the weight."""
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+        return x.dtype if self.casts_weight else self.weight.dtype
 
     def _nested(self, x: Tensor, operands: Operands | None) -> Tensor:
         """Evaluate samples of several lengths, which nn.TransformerEncoder passes on."""
@@ -340,14 +354,6 @@ class SparseLayer(nn.Module):
             else:
                 operands.reset(self.weight)
                 model.baseline_due = True
-
-
-def _matmul_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """Return the dtype of the matmuls: that of autocast, or of the weight."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return weight.dtype
 
 
 def _brings(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 import zlib
 from collections.abc import Collection
 from typing import Any
@@ -10,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsepretrain.errors import ConfigError
+from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.sparsity.clock import Clock, MicroBatches, fill
-from sparsepretrain.sparsity.engine.attachments import Attachment
+from sparsepretrain.sparsity.engine.attachments import Attachment, frames_to_the_caller
 from sparsepretrain.sparsity.engine.operands import LayerOperands
 from sparsepretrain.sparsity.matmuls.fp8 import FP8Precision
 from sparsepretrain.sparsity.matmuls.policy import SparseMatmulPolicy
@@ -214,6 +215,18 @@ class ModelState:
         """Enter the phase after ``step`` completed steps."""
         self.advance_to(step)
         self.write()
+
+    def warn_of_remarks(self) -> None:
+        """Warn of what the method noticed about weights while it updated all layers."""
+        for text, layers in self.method.remarks.items():
+            shown = ", ".join(layers[:3])
+            more = f" and {len(layers) - 3} more layers" if len(layers) > 3 else ""
+            warnings.warn(
+                f"{self.method.options.name}: {text} {shown}{more}",
+                SparsePretrainWarning,
+                stacklevel=frames_to_the_caller(),
+            )
+        self.method.remarks.clear()
 
     def release(self, densified: Collection[nn.Module], gone: set[LayerOperands]) -> None:
         """Forget layers that were densified; remove buffers and hooks with the last one."""

@@ -160,11 +160,8 @@ class LayerOperands:
     def _group(self, *, updating: bool) -> int | None:
         """Rows of the stored weight that the method must see together; None: all of them."""
         outputs, inputs = self.method.multiples
-        whole = self.method.needs_whole
-        if whole == "start":  # no compiled forward may read the step
-            schedule = self.method.schedule
-            whole = updating and schedule.step == schedule.start
-        if whole:
+        # a compiled forward may not read the step, as `update_needs_whole` does
+        if self.method.update_needs_whole if updating else self.method.needs_whole:
             return None
         return outputs if self.state.dim == 1 else inputs  # a Conv1D stores (in, out)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sparsepretrain.errors import SparsePretrainWarning
+from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.kernels import pack_rows, packed_flip_count, unpacked
 from sparsepretrain.optim._initialization import creates_state, forget_step
 from sparsepretrain.sparsity.engine.layers import SparseLayer
@@ -48,6 +48,7 @@ class Steps:
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Apply J. A closure is wrapped, because gradients exist only after it has run."""
+        require_own_weights(self.layers)
         self.state.attachment.inside_step = True  # a closure may run forwards there
         self.take_baseline()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -141,6 +142,7 @@ class Steps:
         if not schedule.dense_reason(state.step) and type(method).update_ is not Method.update_:
             for layer in self.layers.values():
                 layer.operands.update(layer.weight)
+            state.warn_of_remarks()
         self.project()
         if compares:
             state.flips = self.compare()  # stays on the device until metrics() reads it
@@ -177,6 +179,22 @@ class Steps:
             packed = mask if mask.dtype == torch.uint8 else pack_rows(mask)
             counts.append(packed_flip_count(layer.sparsity.previous_mask, packed, replace=True))
         return torch.stack([count.to(counts[-1].device) for count in counts])
+
+
+def require_own_weights(layers: Mapping[str, SparseLayer]) -> None:
+    """Refuse layers whose weight is computed from another tensor since ``sparsify``.
+
+    torch.nn.utils.prune, weight_norm and parametrizations replace the Parameter ``weight`` by one
+    of another name; the optimizer then trains that one, and J would be lost.
+    """
+    computed = [name for name, layer in layers.items() if "weight" not in layer._parameters]
+    if computed:
+        more = f" and {len(computed) - 1} more layers" if len(computed) > 1 else ""
+        raise ConfigError(
+            f"the weight of {computed[0]!r}{more} is computed from another tensor since sparsify "
+            "(torch.nn.utils.prune, weight_norm or a parametrization): remove that, or do it first "
+            "and exclude the layer"
+        )
 
 
 def _adjusts(method: Method) -> bool:

@@ -58,11 +58,14 @@ class SLoPe(StoredMask):
 
     def __init__(self, options: SLoPeOptions, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
-        self.needs_whole = "start" if options.mask == "random" else False
         if options.adapters.rank:
             self.layer_kinds = ("linear",)
         start = options.adapters.start if options.adapters.rank else 0.0
         self._first = self.schedule.begin_of(start, "adapters.start")
+
+    @property
+    def update_needs_whole(self) -> bool:
+        return self.schedule.step == self.schedule.start  # random masks and ties, by position
 
     @property
     def sparse_row(self) -> Row:
@@ -94,10 +97,12 @@ class SLoPe(StoredMask):
         """Choose the mask at the first sparse step, and never again."""
         if self.schedule.step != self.schedule.start:
             return
-        scores = weight
-        if self.options.mask == "random":
-            scores = kernels.uniform_like(weight, state.key(FPROP), state.dim)
-        self.keep(self.mask(scores, state.dim), state)
+        if self.options.mask == "magnitude":
+            mask = self.choose(weight, state)
+        else:
+            draws = kernels.uniform_like(weight, state.key(FPROP), state.dim)
+            mask = self.mask(draws, state.dim)
+        self.keep(mask, state)
 
     def project(self, weight: Tensor, state: LayerState) -> Projection:
         forward = kernels.apply_mask(weight, state.mask)
