@@ -34,7 +34,7 @@ from sparsepretrain.training.observers import Averaging, FlipObserver
 from sparsepretrain.training.precision import Options, compute_dtype, fp8_formats, set_numerics
 from sparsepretrain.training.recomputation import recompute_blocks
 from sparsepretrain.training.session import Session, Setup
-from sparsepretrain.training.tracing import StepCost, step_cost
+from sparsepretrain.training.tracing import StepCost, step_cost, tracing
 from sparsepretrain.training.world import World
 
 META = torch.device("meta")
@@ -168,7 +168,7 @@ def layer_inputs(run: Run, task: Task, model: nn.Module) -> dict[str, torch.Size
         if module in names and args and isinstance(args[0], Tensor):
             shapes[names[module]] = args[0].shape
 
-    with register_module_forward_pre_hook(note):
+    with tracing(model), register_module_forward_pre_hook(note):
         task.loss(model, task.example(run.batch.micro, META))
     return shapes
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -47,6 +50,29 @@ class StepCost(NamedTuple):
         return run.steps * max(device, micro_batches * self.blocks * LAUNCH_OVERHEAD)
 
 
+@contextmanager
+def tracing(model: nn.Module) -> Iterator[FakeTensorMode]:
+    """Run forward and backward of a model on the meta device, whoever wrote it.
+
+    Code of models looks at values (is the attention mask causal, which experts have tokens), which
+    meta tensors do not have. transformers leaves such checks out for fake tensors, as torch.compile
+    traces with; experts are traced as batched matmuls, whose shapes depend on no value.
+    """
+    configs = {id(c): c for module in model.modules() if (c := getattr(module, "config", None))}
+    key = "_experts_implementation"
+    before: list[tuple[Any, Any]] = [
+        (c, getattr(c, key)) for c in configs.values() if hasattr(c, key)
+    ]
+    try:
+        for config, _ in before:
+            setattr(config, key, "batched_mm")
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            yield mode
+    finally:
+        for config, value in reversed(before):  # the first entry of a shared one is the original
+            setattr(config, key, value)
+
+
 def step_cost(run: Run, task: Task, model: nn.Module) -> StepCost:
     """Trace one sample and scale: FLOPs, saved bytes and items are linear in the samples.
 
@@ -54,7 +80,7 @@ def step_cost(run: Run, task: Task, model: nn.Module) -> StepCost:
     recomputes them.
     """
     sizes: dict[int, int] = {}
-    parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+    parameters: set[int] = set()  # storages
     parts = list(blocks(model))
 
     def pack(saved: Tensor) -> Tensor:
@@ -69,14 +95,18 @@ def step_cost(run: Run, task: Task, model: nn.Module) -> StepCost:
 
     alive: list[Tensor] = []  # keeps storages, and so their identities, distinct
     counter = FlopCounterMode(display=False)
-    batch = task.example(1, next(model.parameters()).device)
     hooks = saved_tensors_hooks(pack, lambda saved: saved)
     if run.activation_checkpointing:
         recompute_blocks(model)
         for block in parts:
             block.register_forward_pre_hook(keep)
-    with counter, hooks:
-        loss, items = task.loss(model, batch)
+    with tracing(model) as mode, counter, hooks:
+        # autograd saves a Parameter itself, or a view of its fake tensor, which all operators share
+        # while it is alive
+        fakes = [mode.from_tensor(parameter) for parameter in model.parameters()]
+        for tensor in (*model.parameters(), *fakes):
+            parameters.add(tensor.untyped_storage()._cdata)
+        loss, items = task.loss(model, task.example(1, next(model.parameters()).device))
         loss.backward()
     model.zero_grad(set_to_none=True)
     scale = run.batch.micro * compute_dtype(run.precision).itemsize / 4
