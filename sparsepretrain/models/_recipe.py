@@ -42,6 +42,9 @@ class Recipe(ABC):
     layers: ClassVar[dict[str, list[str]]]
     """``ffn`` (default of ``sparsity.targets``), ``ffn_out`` (the layer behind the activation) and
     ``attention`` -> globs of module names."""
+    guesses_roles: ClassVar[bool] = False
+    """True if :meth:`roles` recognizes layers of any model by their names. An alias is then refused
+    if layers of the same blocks have no role."""
     renamed: ClassVar[dict[str, str]] = {}
     """Prefix of a parameter name in the class of transformers -> prefix in the built model."""
 

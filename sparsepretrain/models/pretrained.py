@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import fnmatch
 import functools
 import os
 from collections.abc import Iterator
@@ -16,22 +15,9 @@ from torch import Tensor, nn
 
 from sparsepretrain.errors import CheckpointError, ConfigError, reason
 from sparsepretrain.models import Head, Headable
+from sparsepretrain.models._families import roles_of
 from sparsepretrain.models._recipe import last_token
 from sparsepretrain.registry import register
-
-LAYERS = (
-    ("*.mlp.c_fc", "*.mlp.c_proj", "*.attn.c_attn *.attn.c_proj"),  # GPT-2
-    # BERT and its relatives; the digit excludes attention.output
-    ("*.intermediate.dense", "*[0-9].output.dense", "*.attention.self.* *.attention.output.dense"),
-    ("*.ffn.lin1", "*.ffn.lin2", "*.attention.[qkv]_lin *.attention.out_lin"),  # DistilBERT
-    ("*.fc1", "*.fc2", "*_attn.[qkv]_proj *_attn.out_proj"),  # Marian, BART, OPT
-    # Llama and its relatives
-    ("*.mlp.gate_proj *.mlp.up_proj", "*.mlp.down_proj", "*_attn.[qkv]_proj *_attn.o_proj"),
-    # GPT-NeoX
-    ("*.mlp.dense_h_to_4h", "*.mlp.dense_4h_to_h", "*.attention.query_key_value *.attention.dense"),
-    ("*.DenseReluDense.wi*", "*.DenseReluDense.wo", "*Attention.[qkvo]"),  # T5
-)
-"""Layer names in the families of transformers: first and last FFN layers, attention."""
 
 CLASSES = {
     "causal_lm": "AutoModelForCausalLM",
@@ -58,6 +44,7 @@ class Pretrained(Headable):
     """Class of transformers for the task, built from the checkpoint's config.json."""
 
     Options = PretrainedOptions
+    guesses_roles = True
 
     @classmethod
     def roles(cls, options: PretrainedOptions) -> dict[str, list[str]]:
@@ -164,13 +151,7 @@ def _roles(path: str) -> dict[str, list[str]]:
 
     with torch.device("meta"):
         model = AutoModel.from_config(_read(path))
-    names = [f".{name}" for name, module in model.named_modules() if hasattr(module, "weight")]
-    first, last, attention = (
-        [g for g in dict.fromkeys(" ".join(column).split()) if fnmatch.filter(names, g)]
-        for column in zip(*LAYERS, strict=True)
-    )
-    ffn = [*first, *last]
-    return {"ffn": ffn, "ffn_out": last, "attention": attention, "all": [*ffn, *attention]}
+    return roles_of(name for name, module in model.named_modules() if hasattr(module, "weight"))
 
 
 @contextlib.contextmanager

@@ -16,9 +16,11 @@ from sparsepretrain.config.groups import ScaledPrecision
 from sparsepretrain.config.schema import Run
 from sparsepretrain.console import Console
 from sparsepretrain.errors import CheckpointError, ConfigError, reason
+from sparsepretrain.models._families import as_globs, unassigned
 from sparsepretrain.optim import build_optimizer
 from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.sparsity import Method, MethodOptions, Sparsifier, densify, sparsify_with
+from sparsepretrain.sparsity.engine.layer_classes import dense_weights, layer_family
 from sparsepretrain.sparsity.matmuls.policy import SparseMatmulPolicy
 from sparsepretrain.sparsity.method import FineTuning
 from sparsepretrain.sparsity.schedule import Window
@@ -198,7 +200,7 @@ def sparsify_model(
         return sparsify_with(
             model,
             options,
-            targets=resolve_targets(options.targets, task.roles),
+            targets=resolve_targets(options.targets, task, model),
             seed=run.seed,
             total_steps=run.steps,
             sparse_matmuls=policy,
@@ -208,12 +210,15 @@ def sparsify_model(
         raise error.under("sparsity") from error
 
 
-def resolve_targets(targets: str | list[str], roles: dict[str, list[str]]) -> list[str]:
+def resolve_targets(targets: str | list[str], task: Task, model: nn.Module) -> list[str]:
     """Replace the aliases among ``targets`` by the recipe's globs."""
+    roles = task.roles
     patterns: list[str] = []
     named = [targets] if isinstance(targets, str) else targets
     for target in named:
         if target in roles:
+            if task.recipe.guesses_roles:
+                require_known_layers(target, roles, model)
             patterns += roles[target]
         elif any(c in target for c in "*?[.!"):
             patterns.append(target)
@@ -223,6 +228,39 @@ def resolve_targets(targets: str | list[str], roles: dict[str, list[str]]) -> li
     if named and not patterns:
         raise ConfigError([("targets", f": this model has no layers of {', '.join(named)}")])
     return list(dict.fromkeys(patterns))
+
+
+def require_known_layers(alias: str, roles: dict[str, list[str]], model: nn.Module) -> None:
+    """Refuse an alias without layers, and one that would leave out layers of its blocks."""
+    linear = []
+    weights = []
+    for name, module in model.named_modules():
+        own = dense_weights(module)
+        if layer_family(type(module)) is not None:
+            linear.append(name)
+            weights.append(name)
+        else:
+            weights += [name if key == "weight" else f"{name}.{key}" for key in own]
+    if not roles[alias]:
+        raise ConfigError(
+            [
+                (
+                    "targets",
+                    f": no layers of this model are known as {alias}; write globs of its "
+                    f"linear layers, such as {as_globs(linear)}",
+                )
+            ]
+        )
+    if missing := unassigned(alias, weights, roles):
+        raise ConfigError(
+            [
+                (
+                    "targets",
+                    f": {alias} would leave out layers of the same blocks, whose roles are "
+                    f"not known: {as_globs(missing)}; write globs, such as {as_globs(linear)}",
+                )
+            ]
+        )
 
 
 def _grad_scaler(options: Options, device: torch.device) -> torch.amp.GradScaler:

@@ -10,7 +10,6 @@ from transformers import MarianConfig, MarianMTModel
 import sparsepretrain as sp
 from sparsepretrain import config
 from sparsepretrain.models.marian import Marian, MarianOptions
-from sparsepretrain.training.assembly import resolve_targets
 
 TINY = MarianOptions(
     name="tiny", family="marian", vocab_size=40, max_position_embeddings=32, d_model=32,
@@ -91,7 +90,7 @@ def test_initial_weights_are_fairseqs():
     [("ffn", 2 * 4), ("ffn_out", 4), ("attention", 4 * (2 + 2 * 2)), ("all", 8 + 24)],
 )
 def test_roles_select_layers(model, role, count):
-    sparsifier = sp.sparsify(model, "ste", targets=resolve_targets(role, Marian.roles(TINY)))
+    sparsifier = sp.sparsify(model, "ste", targets=Marian.roles(TINY)[role])
     assert len(sparsifier.layers) == count
     assert not any("embed" in name or "lm_head" in name for name in sparsifier.layers)
 
@@ -138,7 +137,7 @@ def sharpened(options=TINY):
 def test_greedy_search_takes_the_best_token_each_time(batch, method):
     """On sparse layers too, with the cache of keys and values against whole forwards."""
     model = sharpened()
-    sp.sparsify(model, method, targets=resolve_targets("all", Marian.roles(TINY)), total_steps=10)
+    sp.sparsify(model, method, targets=Marian.roles(TINY)["all"], total_steps=10)
     source, mask, _ = batch
     model.eval()
     end = 0

@@ -4,6 +4,7 @@ import copy
 import pickle
 import subprocess
 import sys
+import warnings
 from itertools import pairwise
 
 import pytest
@@ -157,7 +158,7 @@ REFUSALS = {
     "recip": (Net, "ste", {"precision": FP8 | {"recip": "hybrid"}}, "precision.recip. .did you me"),
     "experts": (Routed, "ste", {"targets": "*.experts.*"}, r"experts.up \(4, 16, 32\) of Experts"),
     "attention": (ATTENTION, "ste", {"targets": ["0", "1"]}, r"1\.in_proj_weight \(48, 16\) of Mu"),
-    "projection": (nn.Sequential(nn.MultiheadAttention(8, 2)), "ste", ALL, r"out_proj.*of its own"),
+    "projection": (nn.Sequential(nn.MultiheadAttention(8, 2)), "ste", ALL, r"out_proj.*bypassed"),
     **{
         name: (nn.Sequential(wrap(nn.Linear(16, 16))), "srste", ALL, "'0' computes its weight")
         for name, wrap in (
@@ -171,7 +172,12 @@ REFUSALS = {
     "outputs": (convolutions(8, 6), "tsrste", ALL, "out_channels = 6 "),
     "group": (convolutions(8, 8, groups=4), "sdgp", ALL, "out_channels / groups = 2 "),
     "mixing": (convolutions(8, 8, groups=2), "bimask", ALL, "bimask"),
-    "own convolution": (nn.Sequential(OwnConvolution(8, 8, 1)), "ste", ALL, "forward of its own"),
+    "own convolution": (
+        nn.Sequential(OwnConvolution(8, 8, 1)),
+        "ste",
+        ALL,
+        "a forward that is not",
+    ),
     "lazy convolution": (nn.Sequential(nn.LazyConv2d(8, 1)), "ste", ALL, "no shape yet"),
     "bare convolution": (nn.Conv2d(8, 8, 1), "ste", ALL, "the model is a bare layer"),
     "1-d": (nn.Sequential(nn.Conv1d(8, 8, 1)), "ste", ALL, "of Conv1d, which cannot be"),
@@ -517,3 +523,29 @@ def test_importing_the_library_does_not_import_the_compiler():
         "import sparsepretrain as sp, sys; sp.sparsify; assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Bank(nn.Module):
+    """Weights of all blocks in one Parameter of the root (modded-nanogpt)."""
+
+    def __init__(self, *shapes):
+        super().__init__()
+        for index, shape in enumerate(shapes):
+            setattr(self, f"bank{index}", nn.Parameter(torch.randn(shape)))
+        self.head = nn.Linear(16, 8)
+
+
+BANKS = {(3, 2, 64, 32): True, (64, 32): True, (1, 1, 64): False, (64,): False}
+
+
+@pytest.mark.parametrize(("shape", "warned"), BANKS.items())
+def test_weights_of_the_root_that_stay_dense_are_named(shape, warned):
+    model = Bank(shape)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sp.sparsify(model, "ste", targets=["*"])
+    texts = [str(w.message) for w in caught]
+    assert any("stay dense" in text and "bank0" in text for text in texts) == warned
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sp.sparsify(Bank(shape), "ste", targets=["head"])

@@ -140,6 +140,7 @@ def _output_and_gradients(
         parameters |= {name: leaf.to(x.dtype) for name, leaf in leaves.items()}
     probe = copy.copy(layer)
     probe.__dict__ = {**layer.__dict__, **attributes, "_parameters": parameters}
+    probe.__class__ = cls  # the base class must not call overridden parts of the forward
     y = cls.forward(probe, x)
     y.backward(torch.linspace(-1, 1, y.numel(), device="cpu").view(y.shape).to(y.dtype))
     gradients = [leaf.grad for leaf in (x, *leaves.values())]
@@ -185,8 +186,8 @@ def layer_family(cls: type[nn.Module]) -> type[nn.Module] | None:
 def dense_weights(module: nn.Module) -> dict[str, Tensor]:
     """Return matrices among the own Parameters of ``module``, which no sparse layer can replace.
 
-    Embeddings, normalization, and tensors with an axis of size 1 (class tokens, learned positions
-    of a sample) are excluded.
+    Embeddings, normalization, and tensors with a batch axis of size 1 (class tokens, learned
+    positions) are excluded.
     """
     if isinstance(module, SparseLayer | LayerState | nn.Embedding | nn.EmbeddingBag | nn.LayerNorm):
         return {}
@@ -197,7 +198,7 @@ def dense_weights(module: nn.Module) -> dict[str, Tensor]:
         and parameter.is_floating_point()
         and not torch.nn.parameter.is_lazy(parameter)
         and parameter.dim() >= 2
-        and min(parameter.shape) > 1
+        and parameter.shape[0] > 1
     }
 
 

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
 
 import sparsepretrain as sp
@@ -99,3 +100,36 @@ def test_replaced_layers_are_named():
     again.attach(optimizer)
     train(model, optimizer)
     assert list(again.layers) == ["fc2"] and again.completed_steps == 3
+
+
+COMPUTED = {
+    "pruned": lambda layer: nn.utils.prune.l1_unstructured(layer, "weight", amount=0.5),
+    "weight norm": nn.utils.parametrizations.weight_norm,
+    "spectral norm": nn.utils.parametrizations.spectral_norm,
+    "orthogonal": nn.utils.parametrizations.orthogonal,
+}
+
+
+@pytest.mark.parametrize("kind", COMPUTED)
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_weight_that_is_computed_since_sparsify_is_named(kind, attached):
+    model = Net()
+    handle = sparsify(model, "srste")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if attached:
+        handle.attach(optimizer)
+    COMPUTED[kind](model.fc1)
+    with pytest.raises(ConfigError, match=r"the weight of 'fc1' is computed from another tensor"):
+        if attached:
+            train(model, optimizer)
+        else:
+            handle.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_deepspeed_is_refused_by_name():
+    inner = type("DeepSpeedZeroOptimizer", (), {"__module__": "deepspeed.runtime.zero.stage_1"})
+    outer = type("Wrapper", (), {})()
+    outer.optimizer = inner()
+    for optimizer in (inner(), outer):
+        with pytest.raises(ConfigError, match=r"DeepSpeed is not supported.*FSDP2"):
+            sparsify(Net(), "ste").attach(optimizer)

@@ -1,0 +1,94 @@
+"""Roles of layers in the families of transformers, on small models of the real classes."""
+
+from fnmatch import fnmatchcase
+
+import pytest
+import torch
+
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.models._families import roles_of
+from sparsepretrain.sparsity.engine.layer_classes import layer_family
+from sparsepretrain.training.assembly import require_known_layers
+from support.families import CAUSAL, FAMILIES, MASKED, MOE, SEQ2SEQ, small_model
+
+# what a block's FFN has, attention has, and both: (ffn, ffn_out, attention) per block
+COUNTS = {
+    "gpt2": (2, 1, 2),
+    "phi": (2, 1, 4),
+    "phi3": (2, 1, 2),
+    "llama": (3, 1, 4),
+    "falcon": (2, 1, 2),
+    "modernbert": (2, 1, 2),
+    "bert": (2, 1, 4),
+}
+
+
+def linear_layers(model):
+    return [name for name, module in model.named_modules() if layer_family(type(module))]
+
+
+def matched(names, globs):
+    return {name for name in names if any(fnmatchcase(f".{name}", glob) for glob in globs)}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [family for family in FAMILIES if family not in MOE],
+)
+def test_the_roles_cover_every_linear_layer_of_the_blocks(family):
+    model = small_model(family)
+    names = linear_layers(model)
+    roles = roles_of(names)
+    for alias in ("ffn", "ffn_out", "attention", "all"):
+        require_known_layers(alias, roles, model)
+    in_blocks = {name for name in names if any(part.isdigit() for part in name.split("."))}
+    assert matched(names, roles["all"]) == in_blocks
+    assert not matched(names, roles["ffn"]) & matched(names, roles["attention"])
+    assert matched(names, roles["ffn_out"]) < matched(names, roles["ffn"])
+    if family in COUNTS:
+        blocks = len({name.split(".0.")[0] for name in in_blocks if ".0." in name})
+        counts = tuple(
+            len([n for n in matched(names, roles[alias]) if ".0." in n]) // blocks
+            for alias in ("ffn", "ffn_out", "attention")
+        )
+        assert counts == COUNTS[family]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "phi3", "bert"])
+def test_a_layer_without_a_role_is_an_error(family):
+    model = small_model(family)
+    roles = roles_of(linear_layers(model))
+    parent, name = next(
+        (model.get_submodule(n.rpartition(".")[0]), n)
+        for n in linear_layers(model)
+        if matched([n], roles["ffn"])
+    )
+    parent.extra_gate = torch.nn.Linear(8, 8, device="meta")
+    for alias in ("ffn", "ffn_out", "all"):
+        with pytest.raises(
+            ConfigError, match=rf"{alias} would leave out .*extra_gate.*write globs"
+        ):
+            require_known_layers(alias, roles, model)
+    require_known_layers("attention", roles, model)
+    assert name
+
+
+@pytest.mark.parametrize("family", MOE)
+def test_experts_that_would_stay_dense_are_an_error(family):
+    model = small_model(family)
+    roles = roles_of(linear_layers(model))
+    with pytest.raises(ConfigError, match="ffn"):
+        require_known_layers("ffn", roles, model)
+    require_known_layers("attention", roles, model)
+
+
+def test_a_model_of_unknown_names_lists_its_linear_layers():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    model = torch.nn.ModuleDict({"blocks": model})
+    roles = roles_of(linear_layers(model))
+    with pytest.raises(ConfigError, match="no layers of this model are known as ffn; write globs"):
+        require_known_layers("ffn", roles, model)
+
+
+def test_thirty_families_are_named():
+    assert len({*CAUSAL, *MASKED, *SEQ2SEQ} - {*MOE}) >= 30

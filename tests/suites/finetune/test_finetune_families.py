@@ -1,0 +1,54 @@
+"""Fine-tuning checkpoints of many families: the dry run, two steps, export and reload."""
+
+import io
+
+import pytest
+import torch
+import transformers
+
+from sparsepretrain.console import Console
+from sparsepretrain.training.plan import dry_run
+from sparsepretrain.training.schedules import resolve_steps
+from support.families import CAUSAL, FAMILIES, MASKED, MOE, small_config
+from support.finetune_cases import glue, load, train
+
+FAST = ("gpt2", "phi3", "bert")
+# DeBERTa's and MPNet's position buckets and the others' token types need no more than these words
+TEXT = [family for family in CAUSAL if family != "gpt_bigcode"]
+
+
+def save(root, family):
+    """A checkpoint whose vocabulary are the bytes."""
+    torch.manual_seed(0)
+    model = getattr(transformers, FAMILIES[family]).from_config(small_config(family))
+    model.save_pretrained(root / family)
+    return root / family
+
+
+def words(family, root):
+    """What is typed behind ``sparsepretrain finetune DIR``."""
+    targets = "attention" if family in MOE else "ffn"
+    common = ["sparsity=ste", f"sparsity.targets={targets}", "steps=2", f"runs_dir='{root}/runs'"]
+    if family in CAUSAL:
+        (root / "text.py").write_text("def shepherd(sheep):\n    return sheep + 1\n" * 400)
+        data = ["task=causal_lm", "data=python_source", f"data.roots=['{root}']"]
+        return [*data, "data.tokenizer=bytes", "task.sequence_length=32", *common]
+    return [*glue(root), "task.max_length=48", "epochs=1", *common]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family in FAST else pytest.param(family, marks=pytest.mark.slow)
+        for family in (*CAUSAL, *MASKED)
+    ],
+)
+def test_every_family_has_a_dry_run_and_trains(tmp_path, family):
+    source = save(tmp_path, family)
+    typed = words(family, tmp_path)
+    out = io.StringIO()
+    dry_run(resolve_steps(load(source, *typed)), Console(out))
+    assert "FLOPs per step" in out.getvalue() and "ste 2:4" in out.getvalue()
+    directory, _, lines = train(source, *typed)
+    assert [line["step"] for line in lines if "split" not in line] == [1, 2]
+    assert all(line["loss"] > 0 for line in lines) and (directory / "report.md").parent.is_dir()
