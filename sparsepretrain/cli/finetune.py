@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from sparsepretrain.cli._verb import UsageError
 from sparsepretrain.cli.train import Train
@@ -31,7 +32,7 @@ class Finetune(Train):
         from sparsepretrain.console import Console
         from sparsepretrain.training import derive
 
-        if "=" in args.checkpoint:
+        if "=" in args.checkpoint and not Path(args.checkpoint).exists():
             raise UsageError(f"the checkpoint comes first, got {args.checkpoint!r}")
         run = derive.finetuned(args.checkpoint, args.overrides, args.config_dir, Console())
         return self.start(args, run)

@@ -281,7 +281,9 @@ def _syntax(text: str) -> str:
     key, equals, _ = text.partition("=")
     if not equals:
         return f"override {text!r} has no value; write {text or 'key'}=value"
+    value = text.partition("=")[2]
+    quoted = f"'{key}=[\"…\"]'" if value.startswith("[") else f"'{key}=\"…\"'"
     return (
         f"override {text[:60]!r} cannot be read: write a.b.c=value, close every bracket and quote, "
-        f"and quote special characters: {key}='\"…\"'"
+        f"and quote values with special characters: {quoted}"
     )

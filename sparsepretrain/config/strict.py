@@ -114,7 +114,7 @@ def _ranges(cls: Any) -> dict[str, tuple[str, bool]]:
 def _convert(hint: Any, value: Any, key: str, errors: list[str]) -> Any:
     converted = _match(hint, value, key, errors)
     if converted is _MISSING:
-        errors.append(f"{key} must be {_name(hint)}, got {_show(value)}")
+        errors.append(f"{key} must be {_name(hint)}, got {_show(value)}{_as_list(hint, value)}")
         return None
     return converted
 
@@ -186,6 +186,21 @@ _NAMES = {
 }
 
 
+_PLURALS = {int: "integers", float: "numbers", str: "strings"}
+
+
+def _as_list(hint: Any, value: Any) -> str:
+    """Return the remedy for a single value where a list of such values belongs."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    for option in typing.get_args(hint) if union else (hint,):
+        trial: list[str] = []
+        if typing.get_origin(option) is list:
+            converted = _match(option, [value], "", trial)
+            if converted is not _MISSING and not trial:
+                return f": write [{value}]"
+    return ""
+
+
 def _name(hint: Any) -> str:
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
@@ -194,7 +209,7 @@ def _name(hint: Any) -> str:
     if origin is typing.Literal:
         return "one of " + ", ".join(str(a) for a in args)
     if origin is list:
-        return f"a list of {_name(args[0])}"
+        return f"a list of {_PLURALS.get(args[0], _name(args[0]))}"
     if origin is tuple:
         return f"a list of {len(args)} values ({', '.join(_name(a) for a in args)})"
     return _NAMES.get(hint, "a mapping of keys")

@@ -94,7 +94,7 @@ class Images:
         """Return an image in RGB and its own size; raise DataError if missing or damaged."""
         entry = self._entry(index)
         try:
-            return self._source.read(entry).convert("RGB")
+            return to_rgb(self._source.read(entry))
         except Exception as error:  # Pillow's decoders raise many kinds of errors
             text = f"{self._where}: {entry} cannot be read: {reason(error)}"
             raise DataError(text) from error
@@ -103,6 +103,26 @@ class Images:
         begin = self._bounds[index]
         end = self._bounds[index + 1]
         return json.loads(bytes(self._bytes[begin : end - 1]))  # byte 0 ends it
+
+
+def to_rgb(image: Image) -> Image:
+    """Return an image in 8-bit RGB; an alpha channel is dropped, as torchvision does.
+
+    Pillow's conversion would clip 16-bit gray values at 255, and floating-point ones too.
+
+    Raises:
+        ValueError: the values have no known range.
+    """
+    is_16_bit = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG")
+    if is_16_bit:
+        from PIL import Image
+
+        values = np.asarray(image).astype(np.uint32)
+        return Image.fromarray(((values + 128) // 257).astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        kind = "integers" if image.mode == "I" else "floating-point numbers"
+        raise ValueError(f"its pixels are 32-bit {kind}: convert it to 8 or 16 bits")
+    return image.convert("RGB")
 
 
 @dataclass(frozen=True, slots=True)

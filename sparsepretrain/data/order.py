@@ -174,6 +174,11 @@ def windows(
         if not windows_of_documents.count:
             raise DataError(f"task.documents: the {split} split of {data.name} has no documents")
         return windows_of_documents
+    if not len(tokens) and split == "validation":
+        raise DataError(
+            f"{data.name} has no validation split: give data.validation, or train without "
+            "evaluations (eval.batches=0)"
+        )
     if len(tokens) <= length:
         raise DataError(
             f"{data.directory / split}.bin has {len(tokens)} tokens, but a sequence of "

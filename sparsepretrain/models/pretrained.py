@@ -140,9 +140,28 @@ def _read(path: str) -> Any:
 
     with quiet(path):
         try:
-            return AutoConfig.from_pretrained(path)
+            config = AutoConfig.from_pretrained(path)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"model.path={path} cannot be read: {reason(error)}") from error
+    if method := quantization(config):
+        raise CheckpointError(
+            f"model.path={path}: its config.json says that the weights are quantized ({method}): "
+            "master weights must be floating-point numbers. Dequantize the model in transformers "
+            "and save it; if its weights are stored unquantized, remove the entry of config.json"
+        )
+    return config
+
+
+def quantization(config: Any) -> str:
+    """Return the quantization method that a configuration or a part of it names, or ""."""
+    values = config.to_dict()
+    parts = [values, *(part for part in values.values() if isinstance(part, dict))]
+    for part in parts:
+        for key in ("quantization_config", "compression_config"):
+            if entry := part.get(key):
+                method = entry.get("quant_method") if isinstance(entry, dict) else None
+                return f"{key}: {method or type(entry).__name__}"
+    return ""
 
 
 @functools.lru_cache(maxsize=8)

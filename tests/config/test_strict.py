@@ -84,3 +84,31 @@ def test_only_integers_are_integers(value):
 def test_elements_are_checked(value):
     with pytest.raises(ConfigError, match=r"b\[1\] must be a number"):
         build(Small, {"a": 1, "b": [0.5, value]})
+
+
+@pytest.mark.parametrize(
+    ("word", "remedy"),
+    [
+        ("data.files=x.txt", "data.files must be a list of strings, got 'x.txt': write [x.txt]"),
+        ("plugins=mine.py", "plugins must be a list of strings, got 'mine.py': write [mine.py]"),
+        ("optim.betas=0.9", "optim.betas must be a list of 2 values"),
+        ("sparsity.targets=3", "sparsity.targets must be a string or a list of strings, got 3"),
+    ],
+)
+def test_a_single_value_where_a_list_belongs_names_the_brackets(word, remedy):
+    (message,) = problems("data=text_files", *(["data.files=[a]"] * ("files" not in word)), word)
+    assert message.startswith(remedy) and (message == remedy or "write [" not in message)
+
+
+@pytest.mark.parametrize(
+    ("word", "quoted"),
+    [
+        ("data.files=[data [v2]/*.txt]", "'data.files=[\"…\"]'"),
+        ("name=a{b", "'name=\"…\"'"),
+    ],
+)
+def test_the_hint_for_special_characters_can_be_read(word, quoted):
+    (message,) = problems("data=text_files", "data.files=[a]", word)
+    assert message.endswith(quoted)
+    filled = quoted.strip("'").replace("…", word.partition("=")[2].strip("[]"))
+    assert load(["data=text_files", "data.files=[a]", filled])

@@ -7,11 +7,18 @@ import hashlib
 import os
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from sparsepretrain.data.source import TRAIN, VALIDATION, Document, Shard, Source
+from sparsepretrain.data.sources._compressed import (
+    BOM,
+    is_compressed,
+    opened,
+    plain_size,
+    unreadable,
+)
 from sparsepretrain.errors import DataError
 
 SHARD_BYTES = 4 << 20
@@ -49,13 +56,14 @@ class TextFile:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes ``begin`` to ``end`` of a file."""
+    """Bytes ``begin`` to ``end`` of a file, decompressed."""
 
     path: str
     begin: int
     end: int
     last: bool
     """True if the document ends here."""
+    compressed: bool = False
 
     @property
     def size(self) -> int:
@@ -73,6 +81,8 @@ class FileSource(Source):
 
     offline = True
     unit = "bytes"
+    is_text: ClassVar[bool] = False
+    """True if bytes that are no UTF-8 text are refused."""
 
     @abstractmethod
     def find(self) -> list[TextFile]:
@@ -109,34 +119,42 @@ class FileSource(Source):
 
     def documents(self, shard: Shard) -> Iterator[Document]:
         for piece in shard.items:
-            try:
-                with open(piece.path, "rb") as file:
-                    file.seek(piece.begin)
-                    text = file.read(piece.size)
-            except OSError as error:
-                raise unreadable(piece.path, error) from error
-            if len(text) != piece.size:
-                raise DataError(f"{piece.path} changed while it was read: run again")
-            yield text, piece.last
+            with opened(piece.path) as file:
+                file.seek(piece.begin)
+                at = piece.begin
+                while at < piece.end:
+                    text = file.read(min(piece.end - at, SHARD_BYTES))
+                    # a compressed file is one piece, which need not fit into memory
+                    text += file.readline(min(piece.end - at - len(text), LONGEST_LINE))
+                    if not text:
+                        raise DataError(f"{piece.path} changed while it was read: run again")
+                    if self.is_text:
+                        require_text(text, piece.path, at)
+                    at += len(text)
+                    yield (
+                        text.removeprefix(BOM if at == len(text) else b""),
+                        (piece.last and at == piece.end),
+                    )
 
     def _hash(self, name: str) -> bytes:
         return hashlib.sha256(f"{self.options.seed}:{name}".encode(errors="replace")).digest()
 
     def _split(self) -> dict[str, list[Piece]]:
         splits = self._by_fraction(0.0 if VALIDATION in self.held_out else self.options.validation)
-        return splits | {split: _whole(files) for split, files in self.held_out.items()}
+        named = self.held_out.items()
+        return splits | {split: _whole(files, is_text=self.is_text) for split, files in named}
 
     def _by_fraction(self, fraction: float) -> dict[str, list[Piece]]:
         files = self.files
         budget = fraction * sum(file.size for file in files)
         if len(files) == 1 and fraction > 0:
-            whole = files[0]
-            at = _line_end(whole.path, int(whole.size - budget), whole.size)
+            (whole,) = _whole(files, is_text=self.is_text)
+            at = _line_end(whole.path, int(whole.size - fraction * whole.size), whole.size)
             if not 0 < at < whole.size:  # one long line
-                at = max(1, int(whole.size - budget))
+                at = max(1, int(whole.size - fraction * whole.size))
             return {
-                TRAIN: [Piece(whole.path, 0, at, True)],
-                VALIDATION: [Piece(whole.path, at, whole.size, True)] if at < whole.size else [],
+                TRAIN: [replace(whole, end=at)],
+                VALIDATION: [replace(whole, begin=at)] if at < whole.size else [],
             }
         held_out = []
         for file in files:
@@ -146,11 +164,74 @@ class FileSource(Source):
         if fraction > 0 and not held_out:
             held_out = [min(files, key=lambda file: file.size)]
         rest = set(files) - set(held_out)
-        return {TRAIN: _whole(f for f in files if f in rest), VALIDATION: _whole(held_out)}
+        return {
+            TRAIN: _whole((f for f in files if f in rest), is_text=self.is_text),
+            VALIDATION: _whole(held_out, is_text=self.is_text),
+        }
 
 
-def _whole(files: Iterable[TextFile]) -> list[Piece]:
-    return [Piece(file.path, 0, file.size, True) for file in files]
+def _whole(files: Iterable[TextFile], *, is_text: bool) -> list[Piece]:
+    """Return each file as one piece; text files may be compressed."""
+    pieces = []
+    for file in files:
+        compressed = is_text and _is_compressed(file.path)
+        size = plain_size(file.path) if compressed else file.size
+        pieces.append(Piece(file.path, 0, size, True, compressed))
+    return pieces
+
+
+def _is_compressed(path: str) -> bool:
+    try:
+        return is_compressed(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def require_text(text: bytes, path: str, at: int) -> None:
+    """Refuse bytes that are not UTF-8 text; name the line.
+
+    Args:
+        text: bytes of a file from ``at`` on; a long line may be cut within a character.
+        path: of the file.
+        at: offset in the file, decompressed.
+    """
+    # continuation bytes of a character that the text before has begun
+    inside = next((k for k, byte in enumerate(text[:4]) if byte & 0xC0 != 0x80), 0) if at else 0
+    try:
+        text[inside:].decode()
+    except UnicodeDecodeError as error:
+        wrong = inside + error.start
+        what = "bytes that are not UTF-8"
+        if len(text) - wrong < 4 and _goes_on(path, at + len(text)) and _is_begun(text[wrong:]):
+            wrong = -1
+    else:
+        wrong = -1
+    nul = text.find(b"\0")
+    if nul >= 0 and not 0 <= wrong < nul:
+        wrong = nul
+        what = "a NUL byte"
+    if wrong < 0:
+        return
+    with opened(path) as file:
+        before = file.read(max(2, at + wrong))
+    coding = "UTF-16" if before[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
+    line = before.count(b"\n", 0, at + wrong) + 1
+    raise DataError(
+        f"{path}, line {line}: expected UTF-8 text, got {what}: convert the file, such as "
+        f"`iconv -f {coding} -t UTF-8`, or leave it out"
+    )
+
+
+def _goes_on(path: str, at: int) -> bool:
+    with opened(path) as file:
+        file.seek(at)
+        return bool(file.read(1))
+
+
+def _is_begun(end: bytes) -> bool:
+    """Return True if bytes are the beginning of a character."""
+    length = next((n for bits, n in ((0xF0, 4), (0xE0, 3), (0xC0, 2)) if end[0] & bits == bits), 1)
+    return len(end) < length and all(byte & 0xC0 == 0x80 for byte in end[1:])
 
 
 def match(key: str, pattern: str) -> list[TextFile]:
@@ -158,9 +239,15 @@ def match(key: str, pattern: str) -> list[TextFile]:
     expanded = os.path.abspath(os.path.expanduser(pattern))
     plain = os.path.isfile(expanded)  # a real file name may contain [ or *
     paths = [expanded] if plain else sorted(glob.glob(expanded, recursive=True))
+    for path in paths:
+        if not os.path.exists(path):
+            raise DataError(f"{key}: {path} is a link to a file that does not exist")
     paths = [path for path in paths if os.path.isfile(path)]
     if not paths:
         hint = f" (a directory: use {pattern}/**/*.txt)" if os.path.isdir(expanded) else ""
+        if "[" in pattern:
+            literal = pattern.replace("[", "[[]")
+            hint = f" ([ is a wildcard: for the character itself write {literal})"
         raise DataError(f"{key}: no file matches {pattern}{hint}")
     fixed = expanded
     while plain or glob.has_magic(fixed):
@@ -177,32 +264,23 @@ def refuse_shared(files: Iterable[tuple[str, TextFile]]) -> None:
             raise DataError(f"{key}: {file.path} is also one of {other}")
 
 
-def unreadable(path: str, error: OSError, key: str = "") -> DataError:
-    """Return the error for an unreadable file, given by the configuration key ``key``."""
-    where = f"{key}: " if key else ""
-    return DataError(f"{where}cannot read {path}: {error.strerror or error}")
-
-
 def _cut(piece: Piece) -> Iterator[Piece]:
     begin = piece.begin
-    while piece.end - begin > SHARD_BYTES:
+    while piece.end - begin > SHARD_BYTES and not piece.compressed:
         at = _line_end(piece.path, begin + SHARD_BYTES, piece.end)
         if at == piece.end:
             break
         yield Piece(piece.path, begin, at, False)
         begin = at
-    yield Piece(piece.path, begin, piece.end, piece.last)
+    yield replace(piece, begin=begin)
 
 
 def _line_end(path: str, at: int, end: int) -> int:
     """Return the offset after the first line end from ``at`` on, at most ``end``."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(at)
-            file.readline(LONGEST_LINE)
-            return min(file.tell(), end)
-    except OSError as error:
-        raise unreadable(path, error) from error
+    with opened(path) as file:
+        file.seek(at)
+        file.readline(LONGEST_LINE)
+        return min(file.tell(), end)
 
 
 def _pack(split: str, pieces: Iterator[Piece]) -> list[Shard]:

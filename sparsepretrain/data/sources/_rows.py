@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import bz2
 import contextlib
-import gzip
 import itertools
 import json
-import lzma
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, Literal, cast
 
-from sparsepretrain.data.sources._files import SHARD_BYTES, unreadable
+from sparsepretrain.data.sources._compressed import BOM, is_compressed, opened
+from sparsepretrain.data.sources._files import SHARD_BYTES
 from sparsepretrain.errors import DataError, needs, reason
 from sparsepretrain.files import parse_json
 
@@ -26,16 +23,12 @@ SUFFIXES: dict[str, Format] = {
     ".json": "json",
     ".jsonl.gz": "json",
     ".json.gz": "json",
+    ".jsonl.zst": "json",
+    ".json.zst": "json",
     ".parquet": "parquet",
 }
 """End of a file name -> its format."""
 
-OPENERS: dict[bytes, Callable[[str], Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open}
-OPENERS[b"\xfd7zXZ"] = lzma.open
-"""First bytes of a compressed file -> function that opens it. Names may lie: files of the hub's
-cache are links to files without a suffix."""
-ZSTANDARD = b"\x28\xb5\x2f\xfd"
-BOM = b"\xef\xbb\xbf"
 BATCH = 1024
 """Rows of a Parquet file that are decoded at a time."""
 
@@ -74,7 +67,7 @@ class Piece:
             yield f"{self.path}, {place}", row
 
     def _lines(self, _: Any, wanted: Callable[[int], bool]) -> Iterator[tuple[str, Row]]:
-        with _reading(self.path) as stream:
+        with opened(self.path) as stream:
             stream.seek(self.begin)
             index = 0
             number = self.first
@@ -128,8 +121,8 @@ def cut(path: str, kind: Format) -> list[Piece]:
         firsts = itertools.accumulate(sizes, initial=0)
         groups = enumerate(zip(sizes, firsts, strict=False))
         return [Piece(path, rows, first, i, "parquet") for i, (rows, first) in groups if rows]
-    with _reading(path) as stream:
-        is_whole = isinstance(stream, gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile)
+    with opened(path) as stream:
+        is_whole = is_compressed(path)
         start = stream.read(4096).removeprefix(BOM).lstrip()
         stream.seek(0)
         if start.startswith(b"["):
@@ -188,7 +181,7 @@ def _parse(line: bytes, place: str) -> Row:
 
 
 def _load_array(path: str) -> list[Any]:
-    with _reading(path) as stream:
+    with opened(path) as stream:
         try:
             value = json.loads(stream.read().removeprefix(BOM).decode())
         except (ValueError, RecursionError) as error:
@@ -197,30 +190,6 @@ def _load_array(path: str) -> list[Any]:
                 f"{reason(error)}"
             ) from error
     return cast(list[Any], value)
-
-
-@contextlib.contextmanager
-def _reading(path: str) -> Iterator[BinaryIO]:
-    """Open a JSON file, decompressed; its errors become a DataError with the path."""
-    try:
-        with open(path, "rb") as plain:
-            start = plain.read(8)
-            if start.startswith(ZSTANDARD):
-                raise DataError(
-                    f"{path}: expected JSON, plain or compressed by gzip, bzip2 or xz, got "
-                    "Zstandard: decompress it with `zstd -d`"
-                )
-            opener = next((o for magic, o in OPENERS.items() if start.startswith(magic)), None)
-            plain.seek(0)
-            if opener is None:
-                yield plain
-                return
-        with opener(path) as stream:
-            yield stream
-    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-        if isinstance(error, OSError) and error.errno:
-            raise unreadable(path, error) from error
-        raise DataError(f"{path} is damaged: {reason(error)}") from error
 
 
 @contextlib.contextmanager

@@ -48,12 +48,16 @@ class LabelledTexts(RecordSource):
             raise ValueError(f"column {column!r} holds no label ({value}): is it a test file?")
         if isinstance(value, bool):
             value = int(value)
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"column {column!r} holds no label (NaN)")
         if not names:
             if not isinstance(value, int | float) or not math.isfinite(value):
                 raise ValueError(f"label {value!r} is not a number")
             return float(value)
         if value in names:
             return int(names.index(value))
+        if isinstance(value, float) and value.is_integer():  # pandas writes 1.0 beside missing ones
+            value = int(value)
         if not isinstance(value, int) or not 0 <= value < len(names):
             known = ", ".join(names)
             raise ValueError(f"label {value!r} is neither in [0, {len(names)}) nor one of {known}")

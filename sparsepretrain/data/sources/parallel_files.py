@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sparsepretrain.data.source import SPLITS, Pairs, PairSource, TokenOptions
-from sparsepretrain.data.sources._files import TextFile, refuse_shared, unreadable
+from sparsepretrain.data.sources._compressed import BOM, opened
+from sparsepretrain.data.sources._files import TextFile, refuse_shared
 from sparsepretrain.errors import DataError
 from sparsepretrain.registry import register
 
@@ -56,11 +57,10 @@ class ParallelFiles(PairSource):
 
 def _sentences(path: str, key: str) -> list[str]:
     """Return the stripped lines of a file; only line feeds end a line."""
-    try:
-        with open(path, "rb") as file:
-            lines = file.readlines()
-    except OSError as error:
-        raise unreadable(path, error, key) from error
+    with opened(path, key) as file:
+        lines = file.readlines()
+    if lines:
+        lines[0] = lines[0].removeprefix(BOM)
     sentences = []
     for number, line in enumerate(lines, 1):
         place = f"{path}, line {number}"

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sparsepretrain.data.source import SourceOptions, TextOptions
-from sparsepretrain.data.sources._files import FileSource, TextFile, unreadable
+from sparsepretrain.data.sources._compressed import unreadable
+from sparsepretrain.data.sources._files import FileSource, TextFile
 from sparsepretrain.errors import DataError, Problems
 from sparsepretrain.registry import register
 

@@ -41,6 +41,7 @@ class TextFiles(FileSource):
     """All files that match a glob."""
 
     Options: ClassVar[type[SourceOptions]] = Options
+    is_text = True
 
     def find(self) -> list[TextFile]:
         return self._match("files")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sparsepretrain.data.formats import Images
+from sparsepretrain.data.formats import Images, to_rgb
 from sparsepretrain.data.order import Shuffle
 from sparsepretrain.data.preparation import load, prepare
 from sparsepretrain.errors import DataError
@@ -188,3 +188,45 @@ def test_repeated_augmentation_repeats_neighbors():
     assert len(set(images)) == 4
     seen = {sample.item for sample in order.samples(0, range(200), 200)}
     assert seen == set(range(10))
+
+
+# modes of images
+
+
+def saved(tmp_path, values, suffix=".png", mode=None):
+    path = tmp_path / f"image{suffix}"
+    Image.fromarray(values, mode).save(path)
+    with Image.open(path) as image:
+        image.load()
+        return image
+
+
+def test_16_bit_gray_values_are_scaled(tmp_path):
+    ramp = np.linspace(0, 65535, 256).round().astype(np.uint16).reshape(16, 16)
+    for suffix in (".png", ".tif"):
+        image = to_rgb(saved(tmp_path, ramp, suffix))
+        assert image.mode == "RGB"
+        got = np.asarray(image)[..., 0].astype(int)
+        np.testing.assert_array_equal(got, np.arange(256).reshape(16, 16))
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_32_bit_values_are_refused(tmp_path, dtype):
+    with pytest.raises(ValueError, match=r"32-bit .*: convert it to 8 or 16 bits"):
+        to_rgb(saved(tmp_path, np.full((4, 4), 7, dtype), ".tif"))
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "HSV"])
+def test_8_bit_modes_are_converted(mode):
+    image = Image.fromarray(np.full((4, 4, 3), 255, np.uint8)).convert(mode)
+    assert np.asarray(to_rgb(image)).min() >= 254
+
+
+def test_the_file_of_an_image_that_has_no_range_is_named(options, tmp_path):
+    for split in BOTH:
+        (tmp_path / split / "sheep").mkdir(parents=True)
+        Image.fromarray(np.full((4, 4), 7, np.float32)).save(tmp_path / split / "sheep" / "a.tif")
+    folder = options("image_folder", root=str(tmp_path), validation="validation")
+    prepare(folder, workers=1)
+    with pytest.raises(DataError, match=r"a\.tif.*cannot be read: its pixels are 32-bit"):
+        opened(folder, 1)["train"].image(0)

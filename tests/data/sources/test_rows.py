@@ -92,7 +92,7 @@ def test_parquet_is_read_by_row_groups(tmp_path):
         (gzip.compress(LINES)[:-20], "json", " is damaged: "),
         (gzip.compress(LINES)[:40] + b"x" * 40, "json", " is damaged: "),
         (lzma.compress(LINES)[:-40], "json", " is damaged: "),
-        (b"\x28\xb5\x2f\xfd" + LINES, "json", ": expected JSON, plain or compressed by gzip, "),
+        (b"\x28\xb5\x2f\xfd" + LINES, "json", " is damaged: zstd"),
         (b"[" + LINES, "json", ": expected one JSON object per line, or a JSON array of objects: "),
         (b"[" * 99999, "json", ": expected one JSON object per line, or a JSON array of objects: "),
         (LINES, "parquet", " cannot be read as Parquet: "),

@@ -1,6 +1,7 @@
 """Records: local files, errors with file and line, stand-in data."""
 
 import json
+import math
 from pathlib import Path
 
 import pyarrow
@@ -71,6 +72,12 @@ def test_labels_by_name_and_numbers(tmp_path):
     assert found[0]["label"] == 3.0
 
 
+def test_integral_floats_are_labels(tmp_path):
+    """pandas writes a column of integers as floats if one row has no value."""
+    rows = [{**row, "label": float(row["label"])} for row in sentences(4)]
+    assert [r["label"] for r in records(load(files(tmp_path, rows)), "train")] == [1, 0, 1, 0]
+
+
 def test_mnli_parts_are_numbered(tmp_path):
     rows = [{"premise": "a", "hypothesis": "b", "label": 2}]
     zero, one, two = (write_rows(tmp_path / f"{n}.jsonl", rows) for n in "abc")
@@ -91,6 +98,10 @@ SPAN = {"question": "q", "context": "a b c", "answers": ANSWERS}
         ("glue/mrpc", {**ROW, "label": None}, "no label (None)"),
         ("glue/mrpc", {**ROW, "label": -1}, "no label (-1)"),
         ("glue/mrpc", {**ROW, "label": 2}, "label 2"),
+        ("glue/mrpc", {**ROW, "label": 0.5}, "label 0.5"),
+        ("glue/mrpc", {**ROW, "label": 2.0}, "label 2 "),
+        ("glue/mrpc", {**ROW, "label": math.nan}, "holds no label (NaN)"),
+        ("glue/stsb", {**ROW, "label": math.nan}, "holds no label (NaN)"),
         ("glue/mrpc", {**ROW, "label": "maybe"}, "label 'maybe'"),
         ("glue/mrpc", {**ROW, "sentence2": None}, "column 'sentence2' holds NoneType, not text"),
         ("glue/mrpc", {**ROW, "sentence2": 5}, "column 'sentence2' holds int, not text"),
