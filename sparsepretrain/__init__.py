@@ -13,13 +13,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sparsepretrain.export.library import save_pretrained
     from sparsepretrain.sparsity import Sparsifier, densify, list_methods, sparsifier_of, sparsify
 
 __version__ = "0.1.0"
-__all__ = ["Sparsifier", "__version__", "densify", "list_methods", "sparsifier_of", "sparsify"]
+__all__ = [
+    "Sparsifier",
+    "__version__",
+    "densify",
+    "list_methods",
+    "save_pretrained",
+    "sparsifier_of",
+    "sparsify",
+]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "save_pretrained":
+        return getattr(import_module("sparsepretrain.export.library"), name)
     if name in __all__:
         return getattr(import_module("sparsepretrain.sparsity"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -76,6 +76,9 @@ class Init:
     weights: Literal["auto", "master", "projected"] = "auto"
     """Stored or evaluated weights of the source; auto: stored for the same method, else evaluated,
     which keeps the function of the model."""
+    mask: Literal["magnitude", "zeros"] = "magnitude"
+    """Fixed masks of asp (at=0) and slope: the largest magnitudes, or the present non-zeros, which
+    may be fewer than N."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from sparsepretrain.models.pretrained import quiet
 from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.sparsity import Method, densify
 from sparsepretrain.sparsity.coverage import Proof, nm_holds
-from sparsepretrain.sparsity.surgery import residual_weight
+from sparsepretrain.sparsity.sparsifier import residual_weight
 from sparsepretrain.tasks import Task
 from sparsepretrain.training import derive
 from sparsepretrain.training.assembly import evaluated_model

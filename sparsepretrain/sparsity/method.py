@@ -135,6 +135,11 @@ class Method:
         return self.needs_whole
 
     @property
+    def keeps_zeros(self) -> bool:
+        """True if zeros of the initial weights stay zeros: the first mask is the last one."""
+        return False
+
+    @property
     def refresh(self) -> int:
         """Optimizer steps between two updates of the masks, which flips are counted over."""
         return 1

@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain.kernels import pack_rows
 from sparsepretrain.sparsity.coverage import Coverage, Proof, cover, prove
 from sparsepretrain.sparsity.engine.attachments import holder_of
-from sparsepretrain.sparsity.engine.layers import SparseLayer
+from sparsepretrain.sparsity.engine.layers import SparseLayer, is_dtensor
 from sparsepretrain.sparsity.engine.model_state import ModelState
 from sparsepretrain.sparsity.engine.steps import Steps, require_own_weights
 from sparsepretrain.sparsity.fsdp.rows import Rows
 from sparsepretrain.sparsity.method import Method, title
 from sparsepretrain.sparsity.metrics import measure
 from sparsepretrain.sparsity.selection import refuse_sharded
+
+
+def dense_weight(layer: SparseLayer) -> Tensor:
+    """Return the weight of evaluation, laid out as stored; whole if the layer is sharded."""
+    operands = layer.operands
+    forward = operands.project(layer.weight).forward
+    weight = operands.rows.local(layer.weight).detach() if forward is None else forward
+    weight = operands.rows.gather(weight).to(layer.weight.dtype)
+    residual = residual_weight(layer)
+    return weight if residual is None else weight + residual
+
+
+def residual_weight(layer: SparseLayer) -> Tensor | None:
+    """Return the method's residual (low-rank adapters) as a weight laid out like the layer's."""
+    state = layer.sparsity
+    shape = state.shape
+    if len(shape) != 2:
+        return None
+    identity = torch.eye(shape[state.dim], dtype=layer.weight.dtype, device=layer.weight.device)
+    residual = layer.operands.method.residual(identity, state)
+    return residual.t() if residual is not None and state.dim == 1 else residual
 
 
 class Sparsifier:
@@ -171,6 +193,42 @@ class Sparsifier:
         self._state.baseline_due = True
         self.refresh()
 
+    @torch.no_grad()
+    def keep_zeros(self) -> None:
+        """Let the fixed masks keep exactly the present non-zeros, which may be fewer than N of M.
+
+        For weights that are sparser than the pattern, such as 75 % unstructured: choosing by
+        magnitude would let some of their zeros train. Call this before :meth:`attach`.
+
+        Raises:
+            ConfigError: the method has no fixed mask (``asp`` with ``at=0``, ``slope``), or a group
+                has more than N non-zeros.
+        """
+        self._require_sparse()
+        method = self.method
+        if not method.keeps_zeros:
+            raise ConfigError(
+                f"{method.options.name} has no mask that is fixed from the start: use asp with "
+                "at=0, or slope with mask=magnitude"
+            )
+        n, m = method.pattern
+        full = {}
+        for name, layer in self.layers.items():
+            kept = layer.weight != 0
+            groups = kept.movedim(layer.in_dim, -1).unflatten(-1, (-1, m)).sum(-1)
+            if count := int((groups > n).sum()):
+                full[name] = f"{name} ({count:,} of {groups.numel():,})"
+            layer.sparsity.mask.copy_(pack_rows(kept))
+        if full:
+            shown = ", ".join([*full.values()][:3])
+            more = f" and {len(full) - 3} more layers" if len(full) > 3 else ""
+            raise ConfigError(
+                f"groups with more than {n} of {m} non-zeros: {shown}{more}: choose masks by "
+                "magnitude, or another pattern"
+            )
+        self._state.baseline_due = True
+        self.refresh()
+
     def detach(self) -> None:
         """Remove the hooks of :meth:`attach`; the layers stay sparse.
 
@@ -306,6 +364,36 @@ class Sparsifier:
         self._require_sparse()
         self._state.sync()
         return measure(self.layers, self._state, self.flips, counts, per_layer=per_layer)
+
+    @torch.no_grad()
+    def dense_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and tensor of :meth:`dense_state_dict`, one at a time, for large models."""
+        self._require_sparse()
+        self._state.sync()
+        root = self._state.root
+        sparse = {id(layer): name for name, layer in self.layers.items()}
+        weights = {
+            f"{alias}.weight" if alias else "weight": sparse[id(module)]
+            for alias, module in root.named_modules(remove_duplicate=False)
+            if id(module) in sparse
+        }
+        own = {self._state.buffer, self._state.method_buffer}
+        for key, value in root.state_dict().items():
+            if key in own or any(part == "sparsity" for part in key.split(".")):
+                continue
+            if key in weights:
+                yield key, dense_weight(self.layers[weights[key]])
+            else:
+                yield key, value.full_tensor() if is_dtensor(value) else value
+
+    def dense_state_dict(self) -> dict[str, Tensor]:
+        """Return the state dict of the densified model, without changing the model.
+
+        Weights of sparse layers are those of evaluation, with exact zeros; scales and adapters are
+        folded in, and keys of the method are left out. Collective if the model is sharded: every
+        rank then gets whole tensors.
+        """
+        return dict(self.dense_tensors())
 
     def coverage(self) -> Coverage:
         """Return the report of sparse layers and their operands."""

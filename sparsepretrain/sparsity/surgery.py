@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sparsepretrain import registry
 from sparsepretrain.config.strict import build
@@ -25,7 +25,7 @@ from sparsepretrain.sparsity.matmuls.policy import SparseMatmulPolicy, sparse_ma
 from sparsepretrain.sparsity.method import Method, MethodOptions, title
 from sparsepretrain.sparsity.operand_table import DW
 from sparsepretrain.sparsity.selection import check_shapes, select_layers
-from sparsepretrain.sparsity.sparsifier import Sparsifier
+from sparsepretrain.sparsity.sparsifier import Sparsifier, residual_weight
 
 
 def sparsify(
@@ -259,17 +259,6 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
             stacklevel=2,
         )
     return model
-
-
-def residual_weight(layer: SparseLayer) -> Tensor | None:
-    """Return the method's residual (low-rank adapters) as a weight laid out like the layer's."""
-    state = layer.sparsity
-    weight = layer.weight
-    if weight.dim() != 2:
-        return None
-    identity = torch.eye(weight.shape[state.dim], dtype=weight.dtype, device=weight.device)
-    residual = layer.operands.method.residual(identity, state)
-    return residual.t() if residual is not None and state.dim == 1 else residual
 
 
 def _show(value: Any) -> str:

@@ -93,6 +93,11 @@ def build_session(
         model.double()
     sparsifier = sparsify_model(run, task, model, device)
     restore_method(sparsifier, buffers)
+    if initial and draws:
+        if run.init.mask == "zeros":
+            keep_zeros(sparsifier)
+        elif note := zeros_note(model, sparsifier):
+            console.info(note)
     if sharded:
         from sparsepretrain.training.shards import shard
 
@@ -330,6 +335,37 @@ def keeps_function(rules: FineTuning, options: MethodOptions, theirs: dict[str, 
     missing = object()
     keys = ("name", "n", "m", "targets", *rules.same)
     return all(before.get(key, missing) == attrgetter(key)(options) for key in keys)
+
+
+def keep_zeros(sparsifier: Sparsifier) -> None:
+    """Apply ``init.mask=zeros``."""
+    try:
+        sparsifier.keep_zeros()
+    except ConfigError as error:
+        raise ConfigError([("init.mask", f"=zeros: {text}") for text in error.messages]) from error
+
+
+def zeros_note(model: nn.Module, sparsifier: Sparsifier) -> str:
+    """Return a note if layers of the initial weights are N:M and will not stay so, or ""."""
+    if sparsifier.method.keeps_zeros:
+        return ""
+    n, m = sparsifier.method.options.n, sparsifier.method.options.m
+    sparse = 0
+    for module in model.modules():
+        if layer_family(type(module)) is None or module._parameters.get("weight") is None:
+            continue
+        weight: Any = module.weight
+        axis = 0 if layer_family(type(module)) not in (nn.Linear, nn.Conv2d) else 1
+        if weight.shape[axis] % m == 0:
+            groups = (weight != 0).movedim(axis, -1).unflatten(-1, (-1, m)).sum(-1)
+            sparse += bool((groups <= n).all())
+    if not sparse:
+        return ""
+    name = sparsifier.method.options.name
+    return (
+        f"note: {sparse} layers of the checkpoint are {n}:{m}, and sparsity={name} trains their "
+        "zeros too: sparsity=asp sparsity.at=0 keeps them"
+    )
 
 
 def restore_method(sparsifier: Sparsifier, state: State) -> None:

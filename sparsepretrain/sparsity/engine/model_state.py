@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import warnings
 import zlib
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,7 +71,10 @@ class ModelState:
         self._hooks = [
             root.register_forward_pre_hook(self.before_forward),
             root.register_load_state_dict_pre_hook(self.before_load),
+            # torch sets an attribute of this hook, which a bound method does not have
+            root.register_state_dict_post_hook(partial(ModelState.after_state_dict, self)),
         ]
+        self._warned_of_saving = False
         self._seen: tuple[Tensor, int] | None = None  # buffer, its version: equal to the integers
         method.set_step(0)
         self.write()
@@ -178,6 +183,29 @@ class ModelState:
             device = buffer.device
         state_dict.setdefault(prefix + self.buffer, buffer)
         state_dict.setdefault(prefix + self.method_buffer, _encoded(this).to(device))
+
+    def after_state_dict(self, module: nn.Module, *args: Any) -> None:
+        """Warn once if ``save_pretrained`` of another library writes the stored, dense weights."""
+        if self._warned_of_saving or not self.method.phase.evaluation:
+            return
+        frame: Any = sys._getframe(1)
+        saves = False
+        while frame is not None:
+            if frame.f_code.co_name == "save_pretrained":
+                saves = True
+                if frame.f_globals["__name__"].startswith("sparsepretrain."):
+                    return  # ours passes the sparse weights
+            frame = frame.f_back
+        if not saves:
+            return
+        self._warned_of_saving = True
+        warnings.warn(
+            "save_pretrained writes the stored weights of a sparse model, which are dense: a run "
+            "can continue from them, but a plain from_pretrained computes something else. Use "
+            "sparsepretrain.save_pretrained(model, directory) to write the sparse weights",
+            SparsePretrainWarning,
+            stacklevel=frames_to_the_caller(),
+        )
 
     def _check_hooks(self) -> None:
         """Warn if the watched weight was updated without the hooks; see :class:`Attachment`."""

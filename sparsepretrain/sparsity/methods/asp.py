@@ -104,6 +104,10 @@ class ASP(StoredMask):
         return Row(A=self.nm("M∘W"), J=Operand("M∘dW"))
 
     @property
+    def keeps_zeros(self) -> bool:
+        return self._at == 0
+
+    @property
     def update_needs_whole(self) -> bool:
         return self.schedule.step == self._at  # ties are drawn by position
 

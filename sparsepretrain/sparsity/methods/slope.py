@@ -64,6 +64,10 @@ class SLoPe(StoredMask):
         self._first = self.schedule.begin_of(start, "adapters.start")
 
     @property
+    def keeps_zeros(self) -> bool:
+        return self.options.mask == "magnitude" and self.schedule.start == 0
+
+    @property
     def update_needs_whole(self) -> bool:
         return self.schedule.step == self.schedule.start  # random masks and ties, by position
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import sparsepretrain as sp
 from sparsepretrain import kernels
-from sparsepretrain.errors import SparsePretrainWarning
+from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 
 FIXED = {"slope": {}, "asp": {"at": 0.0}}
 
@@ -75,3 +75,35 @@ def test_layers_on_the_meta_device_are_not_looked_at():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sparsify(model, "asp")
+
+
+@pytest.mark.parametrize("method", FIXED)
+def test_keep_zeros_keeps_exactly_the_non_zeros(method):
+    model = network()
+    with torch.no_grad():
+        for layer in (model[0], model[2]):
+            layer.weight.masked_fill_(~kernels.nm_mask(torch.rand_like(layer.weight), 1, 4), 0)
+    before = {"0": model[0].weight != 0, "2": model[2].weight != 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # ties among zeros
+        handle = sparsify(model, method)
+    handle.keep_zeros()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    handle.attach(optimizer)
+    for _ in range(3):
+        model(torch.randn(8, 64)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    masks = handle.masks()
+    assert all(torch.equal(masks[name], kept) for name, kept in before.items())
+    assert handle.metrics()["flip_rate"] == 0
+    sp.densify(model)
+    assert all(torch.equal(model[int(name)].weight != 0, kept) for name, kept in before.items())
+
+
+def test_keep_zeros_refuses_moving_masks_and_dense_groups():
+    handle = sp.sparsify(network(), "srste", targets=["*"])
+    with pytest.raises(ConfigError, match="srste has no mask that is fixed from the start"):
+        handle.keep_zeros()
+    with pytest.raises(ConfigError, match=r"more than 2 of 4 non-zeros: 0 \(2,048 of 2,048\), 2"):
+        sparsify(network(), "slope").keep_zeros()

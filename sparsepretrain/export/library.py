@@ -1,0 +1,50 @@
+"""Saving a sparse model of transformers, or of a class like it, for other libraries."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.export.semi_structured import ABOUT
+from sparsepretrain.sparsity import sparsifier_of
+
+
+def save_pretrained(model: nn.Module, directory: str | Path, **options: Any) -> None:
+    """Write a sparse model with the weights of evaluation: exact zeros, scales folded in.
+
+    ``from_pretrained`` of the same class then computes what the sparse model computes in evaluation
+    and ``sparsity.json`` lists the sparse layers. The model does not change and can be trained on.
+    Collective if the model is sharded.
+
+    Args:
+        model: was given to :func:`sparsepretrain.sparsify`, and has ``save_pretrained`` with a
+            parameter ``state_dict``, as models of transformers.
+        directory: where to write.
+        options: of ``model.save_pretrained``.
+
+    Raises:
+        ConfigError: the model is not sparse, or has no ``save_pretrained``.
+    """
+    save: Any = getattr(model, "save_pretrained", None)
+    if save is None:
+        raise ConfigError(
+            f"{type(model).__name__} has no save_pretrained: save "
+            "sparsifier_of(model).dense_state_dict()"
+        )
+    sparsifier = sparsifier_of(model)
+    proof = sparsifier.prove()
+    save(directory, state_dict=sparsifier.dense_state_dict(), **options)
+    options_of = sparsifier.method.options
+    about = {
+        "method": options_of.name,
+        "pattern": f"{options_of.n}:{options_of.m}" if proof.sparse else None,
+        "weights": str(proof),
+        "layers": list(sparsifier.layers),
+        "step": sparsifier.completed_steps,
+    }
+    if options.get("is_main_process", True):
+        (Path(directory) / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

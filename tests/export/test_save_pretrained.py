@@ -1,0 +1,102 @@
+"""Saving live sparse models for other libraries."""
+
+import copy
+import json
+import warnings
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import sparsepretrain as sp
+from sparsepretrain.errors import ConfigError, SparsePretrainWarning
+from support.families import small_config
+from support.small_models import Net
+
+OPTIONS = {
+    "ste": {},
+    "sste": {},
+    "tsrste": {},
+    "bimask": {},
+    "asp": {"at": 0.0},
+    "slope": {"adapters": {"rank": 4, "start": 0.0}},
+    "sdgp": {},
+    "dense": {},
+}
+
+
+def gpt2():
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(small_config("gpt2")).eval()
+
+
+def sparsify(model, method):
+    return sp.sparsify(model, method, targets=["*.mlp.*"], total_steps=10, **OPTIONS[method])
+
+
+@pytest.mark.parametrize("method", OPTIONS)
+def test_the_dense_state_dict_is_that_of_the_densified_model(method):
+    model = gpt2()
+    handle = sparsify(model, method)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    state = handle.dense_state_dict()
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # folded adapters
+        dense = sp.densify(copy.deepcopy(model)).state_dict()
+    assert state.keys() == dense.keys()
+    assert all(torch.equal(state[key], dense[key]) for key in dense)
+
+
+@pytest.mark.parametrize("method", ["sste", "slope"])
+def test_a_saved_model_loads_elsewhere_with_equal_logits(tmp_path, method):
+    model = gpt2()
+    sparsify(model, method)
+    tokens = torch.arange(32)[None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SparsePretrainWarning)
+        sp.save_pretrained(model, tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)
+    about = json.loads((tmp_path / "sparsity.json").read_text())
+    assert about["method"] == method and len(about["layers"]) == 4
+    if method == "sste":
+        weight = loaded.transformer.h[0].mlp.c_fc.weight
+        assert ((weight != 0).unflatten(0, (-1, 4)).sum(1) <= 2).all()
+
+
+def test_a_layer_with_two_names_is_under_both():
+    model = nn.ModuleDict({"a": nn.Linear(16, 16)})
+    model["b"] = model["a"]
+    handle = sp.sparsify(model, "ste", targets=["a"])
+    state = handle.dense_state_dict()
+    assert set(state) == {"a.weight", "a.bias", "b.weight", "b.bias"}
+    assert torch.equal(state["a.weight"], state["b.weight"])
+    assert (state["b.weight"] == 0).float().mean() == 0.5
+
+
+def test_save_pretrained_of_transformers_warns_once(tmp_path):
+    model = gpt2()
+    sparsify(model, "ste")
+    with pytest.warns(SparsePretrainWarning, match=r"sparsepretrain\.save_pretrained") as caught:
+        model.save_pretrained(tmp_path / "a")
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SparsePretrainWarning)
+        model.save_pretrained(tmp_path / "b")
+        model.state_dict()
+        other = gpt2()
+        sparsify(other, "dense").attach(torch.optim.SGD(other.parameters(), lr=0.1))
+        other.save_pretrained(tmp_path / "c")
+
+
+def test_a_model_without_save_pretrained_names_the_state_dict(tmp_path):
+    model = Net()
+    with pytest.raises(ConfigError, match="the model is not sparse"):
+        model.save_pretrained = lambda *_, **__: None
+        sp.save_pretrained(model, tmp_path)
+    del model.save_pretrained
+    with pytest.raises(ConfigError, match=r"Net has no save_pretrained.*dense_state_dict"):
+        sp.save_pretrained(model, tmp_path)
