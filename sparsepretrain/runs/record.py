@@ -42,7 +42,7 @@ class Record:
         text = io.StringIO()  # parsed lines would take ten times the memory
         self.lines = 0
         """Number of lines in the file."""
-        for line in _lines(file) if resume_step is not None and file.exists() else ():
+        for line in read_lines(file) if resume_step is not None and file.exists() else ():
             if line["step"] <= resume_step:
                 text.write(_dump(line))
                 self.lines += 1
@@ -95,10 +95,11 @@ class Record:
 
 def read(file: Path) -> list[dict[str, Any]]:
     """Return the lines of a record in order, without a torn last line."""
-    return list(_lines(file))
+    return list(read_lines(file))
 
 
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
+def read_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a record in order, without a torn last line."""
     if not file.is_file():
         raise ConfigError(f"{file.parent} has no {file.name}: give the directory of a run")
     wrong = 0  # number of the first bad line; allowed at the end

@@ -10,7 +10,7 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from sparsepretrain.config.schema import Run
 from sparsepretrain.console import Console
 from sparsepretrain.runs.directory import RunDirectory
-from sparsepretrain.runs.record import Record
+from sparsepretrain.runs.record import Record, read_lines
 from sparsepretrain.tracking.wandb import WeightsAndBiases
 
 CLOSING_SECONDS = 10.0
@@ -39,6 +39,7 @@ class Stream:
         mirrors: list[Mirror] | None = None,
     ) -> None:
         self.record = Record(directory.record_file, resume_step=resume_step)
+        self._resume_step = resume_step
         self._console = console
         self._total = total
         if mirrors is None:
@@ -47,9 +48,11 @@ class Stream:
             config = run.plain
             if run.tracker.mode != "disabled":
                 name = f"{run.name}/{path.name}"
-                mirrors.append(WeightsAndBiases(path, run.tracker, config, name, resume_step))
+                mirrors.append(
+                    WeightsAndBiases(path, run.tracker, config, name, resume_step, self._earlier)
+                )
             if run.tracker.tensorboard:
-                mirrors.append(TensorBoard(path, config, resume_step))
+                mirrors.append(TensorBoard(path, config, resume_step, self._earlier))
         self._lanes = [Lane(mirror, console.warn) for mirror in mirrors]
 
     def log(self, record: dict[str, Any]) -> None:
@@ -61,15 +64,14 @@ class Stream:
         if line is None:
             return
         self._console.step(line, self._total)
-        prefix = f"{line['split']}/" if "split" in line else ""
-        skipped = ("step", "split", "time", "tokens") if prefix else ("step", "split")
-        values = {
-            prefix + key: value
-            for key, value in line.items()
-            if key not in skipped and isinstance(value, int | float)
-        }
         for lane in self._lanes:
-            lane.offer(line["step"], values)
+            lane.offer(line["step"], mirrored(line))
+
+    def _earlier(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """Yield step and values of the lines before a resume."""
+        for line in read_lines(self.record.path):
+            if self._resume_step is not None and line["step"] <= self._resume_step:
+                yield line["step"], mirrored(line)
 
     def close(self, exit_code: int, summary: dict[str, Any] | None = None) -> None:
         """Close record and mirrors in about 10 s at most; further calls have no effect."""
@@ -79,6 +81,22 @@ class Stream:
         lanes, self._lanes = self._lanes, []
         for lane in lanes:
             lane.finish(exit_code, summary or {}, deadline=deadline)
+
+
+def mirrored(line: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers of a line of the record that mirrors get."""
+    prefix = f"{line['split']}/" if "split" in line else ""
+    skipped = ("step", "split", "time", "tokens") if prefix else ("step", "split")
+    return {
+        prefix + key: value
+        for key, value in line.items()
+        if key not in skipped and isinstance(value, int | float)
+    }
+
+
+Earlier = Callable[[], Iterable[tuple[int, dict[str, float]]]]
+"""Returns steps and values from before a resume. A killed process may not have written all of them
+to a mirror that buffers, so a new file of the mirror gets them all."""
 
 
 class Mirror(Protocol):
@@ -99,20 +117,23 @@ class Mirror(Protocol):
 
 @dataclass
 class TensorBoard:
-    """Event files in ``run_dir/tensorboard``; a resume hides points of later steps."""
+    """Event files in ``run_dir/tensorboard``; the newest one holds the whole run."""
 
     run_dir: Path
     config: dict[str, Any]
     resume_step: int | None
+    earlier: Earlier = tuple
     name: str = "TensorBoard"
 
     def open(self) -> None:
         import tensorboard  # noqa: F401  (torch's own message does not name the package)
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = None if self.resume_step is None else self.resume_step + 1
+        purge = None if self.resume_step is None else 0  # hides all points of earlier files
         self._writer = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=purge)
         self._text("config", self.config)
+        for step, values in self.earlier():
+            self.log(step, values)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         for key, value in values.items():

@@ -6,6 +6,7 @@ import importlib.util
 import netrc
 import os
 import secrets
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +27,8 @@ class WeightsAndBiases:
     """W&B as a :class:`~sparsepretrain.tracking.stream.Mirror`.
 
     ``run_dir/wandb/run_id`` holds the W&B run id: a resumed run continues the same W&B run, a fresh
-    start gets a new one.
+    start gets a new one. A resumed offline run has a new directory that holds the whole run, since
+    a killed process may have left lines in memory: sync ``wandb/latest-run`` alone.
     """
 
     run_dir: Path
@@ -34,6 +36,8 @@ class WeightsAndBiases:
     config: dict[str, Any]
     run_name: str
     resume_step: int | None
+    earlier: Callable[[], Iterable[tuple[int, dict[str, float]]]] = tuple
+    """See :data:`~sparsepretrain.tracking.stream.Earlier`."""
     name: str = "W&B"
 
     def open(self) -> str | None:
@@ -51,6 +55,8 @@ class WeightsAndBiases:
                 # the id of a failed attempt stays in use in this process
                 run_id += "-offline"
         self._run = self._init("offline", run_id)
+        for step, values in self.earlier():
+            self.log(step, values)
         if self.tracker.mode == "offline":
             return None
         directory = Path(self._run.dir).parent

@@ -52,10 +52,12 @@ class Fake:
         self._call("close", exit_code, summary)
 
 
-def open_stream(directory: Path, *mirrors: Any, out: Any = None, **changes: Any) -> Stream:
+def open_stream(
+    directory: Path, *mirrors: Any, out: Any = None, resume_step: int | None = None, **changes: Any
+) -> Stream:
     run: Any = SimpleNamespace(name="r", tracker=tracker(**changes), plain={"steps": 10})
     about: dict[str, Any] = {"console": Console(out or io.StringIO()), "total": 10}
-    about |= {"mirrors": list(mirrors) or None, "resume_step": None}
+    about |= {"mirrors": list(mirrors) or None, "resume_step": resume_step}
     return Stream(RunDirectory(directory), run, **about)
 
 
@@ -130,3 +132,11 @@ def test_tensorboard_writes_events(tmp_path, monkeypatch):
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
     assert "flip_rate/h.0.mlp" in events.Tags()["scalars"]
+    stream = open_stream(tmp_path, tensorboard=True, out=out, resume_step=1)
+    stream.log({"step": 2, "loss": 5.0})
+    stream.close(0)
+    files = sorted(
+        (tmp_path / "tensorboard").glob("events*"), key=lambda file: file.stat().st_mtime
+    )
+    last = EventAccumulator(str(files[-1])).Reload()
+    assert [(e.step, e.value) for e in last.Scalars("loss")] == [(1, 2.0), (2, 5.0)]

@@ -2,6 +2,8 @@
 
 import contextlib
 import io
+import shutil
+import struct
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,3 +98,42 @@ def test_login_is_checked_before_the_run(tmp_path, monkeypatch):
         room.check_login(tracker("online"))
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     room.check_login(tracker("online"))
+
+
+def history(file: Path) -> list[tuple[int, set[str]]]:
+    """Step and keys of the rows in an offline file, which is a log in the format of LevelDB."""
+    from wandb.proto import wandb_internal_pb2
+
+    data = file.read_bytes()
+    at = 7  # behind the file's header
+    whole = b""
+    rows = []
+    while at + 7 <= len(data):
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        if kind == 0:  # the rest of a block of 32 KiB
+            at += -at % (1 << 15)
+            continue
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        at += -at % (1 << 15) if -at % (1 << 15) < 7 else 0
+        if kind in (1, 4):  # full, last
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(whole)
+            whole = b""
+            if record.WhichOneof("record_type") == "history":
+                items = {i.key or ".".join(i.nested_key): i.value_json for i in record.history.item}
+                rows.append((int(items["_step"]), set(items)))
+    return rows
+
+
+def test_the_newest_offline_directory_holds_the_whole_run(tmp_path):
+    """A process killed by SIGKILL leaves lines of the record in W&B's memory."""
+    run = tmp_path / "run"
+    one_run(run, "offline")
+    (first,) = (run / "wandb").glob("offline-run-*")
+    shutil.rmtree(first)  # as if nothing had been written
+    one_run(run, "offline", resume_step=2)
+    (file,) = (run / "wandb").glob("offline-run-*/*.wandb")
+    rows = history(file)
+    assert [step for step, _ in rows] == [1, 2, 3, 4]
+    assert all({"loss", "flip_rate/h.0", "validation/loss"} <= keys for _, keys in rows)
