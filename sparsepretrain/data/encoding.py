@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ END_OF_TEXT = "<|endoftext|>"
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "\0")
 """Names of the end-of-document token, in order of preference; the last one is the name in
 :func:`byte_tokenizer`."""
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
+"""Files of transformers beside a tokenizer.json that name its end-of-text token, ``eos_token``."""
 MASKS = ("[MASK]", "<mask>")
 """Names of the mask token, in order of preference."""
 WORDPIECE_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -87,13 +90,20 @@ class FileCodec:
         self._tokenizer.no_truncation()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self.end_of_text, self.mask = (
-            next((vocabulary[name] for name in names if name in vocabulary), None)
-            for names in (ENDS, MASKS)
-        )
+        declared = declared_end(file)
+        self.ends = [name for name in ENDS if name in vocabulary]
+        """Tokens that may end a document; the first one does."""
+        if declared in vocabulary:
+            self.ends = [declared]
+        self.end_of_text = vocabulary[self.ends[0]] if self.ends else None
+        self.mask = next((vocabulary[name] for name in MASKS if name in vocabulary), None)
         added = self._tokenizer.get_added_tokens_decoder()
-        named = [i for i in (self.end_of_text, self.mask) if i is not None]
-        self.special = frozenset([*named, *(i for i, token in added.items() if token.special)])
+        used = [i for i in (self.end_of_text, self.mask) if i is not None]
+        self.special = frozenset([*used, *(i for i, token in added.items() if token.special)])
+
+    def special_names(self) -> list[str]:
+        """Return the names of the tokens that are not text."""
+        return [str(self._tokenizer.id_to_token(i)) for i in sorted(self.special)]
 
     def encode(self, texts: Sequence[bytes | str]) -> list[np.ndarray]:
         """Return one int64 array per text; invalid UTF-8 becomes U+FFFD."""
@@ -139,6 +149,32 @@ Codec = ByteCodec | FileCodec
 def open_codec(file: Path | None) -> Codec:
     """Return the codec of a tokenizer.json, or of bytes if ``file`` is None."""
     return ByteCodec() if file is None else FileCodec(file)
+
+
+def declared_end(file: Path) -> str | None:
+    """Return the end-of-text token that a file beside a tokenizer.json names, or None.
+
+    Raises:
+        DataError: such a file is no JSON object.
+    """
+    for name in SETTINGS:
+        path = file.with_name(name)
+        if not path.is_file():
+            continue
+        try:
+            end = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+        except (OSError, ValueError, AttributeError) as error:
+            raise DataError(f"{path} is no JSON object: {reason(error)}") from error
+        if isinstance(end, dict):  # an added token with its properties
+            end = end.get("content")
+        if end:
+            return str(end)
+    return None
+
+
+def declare_end(end: str) -> str:
+    """Return a tokenizer_config.json that :func:`declared_end` reads."""
+    return json.dumps({"eos_token": end}) + "\n"
 
 
 def byte_tokenizer() -> str:

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from sparsepretrain import registry
-from sparsepretrain.data.encoding import Codec, open_codec
+from sparsepretrain.data.encoding import SETTINGS, ByteCodec, Codec, declare_end, open_codec
 from sparsepretrain.data.formats import FORMATS, raw_targets
 from sparsepretrain.data.source import SPLITS, TRAIN, VALIDATION, Document, Shard, Source
 from sparsepretrain.data.tokens import (
@@ -140,6 +140,7 @@ def _locate(options: Any) -> tuple[Source, Path]:
     }
     if source.tokenizer.origin == "file":
         identity["tokenizer"] = source.tokenizer.read()
+        identity["declared_end"] = source.tokenizer.declared_end()
     text = json.dumps(identity, sort_keys=True, ensure_ascii=True)
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     return source, cache_directory() / f"{options.name}-{key}"
@@ -166,6 +167,9 @@ def _build(source: Source, directory: Path, workers: int | None, report: OnProgr
         text = _TrainingText(source, shards, report)
         content = source.tokenizer.make(text, source.vocab_size)
         parts.mkdir(exist_ok=True)
+        end = source.end_of_text or source.tokenizer.declared_end()
+        if end is not None:
+            write_atomic(parts / SETTINGS[0], declare_end(end))
         write_atomic(tokenizer, content)
     parts.mkdir(exist_ok=True)
     codec = open_codec(tokenizer)
@@ -175,10 +179,38 @@ def _build(source: Source, directory: Path, workers: int | None, report: OnProgr
             f"tokenizer {source.tokenizer.name} has {codec.vocab_size} tokens, more than "
             f"data.vocab_size={source.vocab_size}: set data.vocab_size={codec.vocab_size}"
         )
+    _check_end(codec, source, parts)
     dtype = np.min_scalar_type(source.vocab_size - 1).newbyteorder("<").str  # little-endian
     job = _Job(source, tokenizer, dtype, parts)
     _tokenize(job, shards, workers, report)
     _publish(_merge(job, shards, report), directory)
+
+
+def _check_end(codec: Codec, source: Source, parts: Path) -> None:
+    """Refuse a missing end-of-text token; warn if none is known, or if it is a guess."""
+    if isinstance(codec, ByteCodec):
+        return
+    what = f"tokenizer {source.tokenizer.name}"
+    special = ", ".join(codec.special_names()) or "none"
+    named = source.end_of_text
+    if named is not None and named not in codec.ends:
+        shutil.rmtree(parts)
+        raise DataError(
+            f"data.end_of_text: {what} has no token {named!r}; its special tokens: {special}"
+        )
+    text = ""
+    if not codec.ends:
+        text = (
+            f"{what} has no end-of-text token of a usual name, so documents follow each other "
+            f"without a separator: name it by data.end_of_text; special tokens: {special}"
+        )
+    elif len(codec.ends) > 1:
+        text = (
+            f"{what} has several end-of-text tokens, {', '.join(codec.ends)}: {codec.ends[0]} "
+            "ends each document; data.end_of_text names another one"
+        )
+    if text:
+        warnings.warn(text, SparsePretrainWarning, stacklevel=4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +339,9 @@ def _merge(job: _Job, shards: list[Shard], report: OnProgress) -> Path:
         tokenizer = job.tokenizer.read_bytes()
         digests[TOKENIZER] = hashlib.sha256(tokenizer).hexdigest()
         write_atomic(final / TOKENIZER, tokenizer)
+        if (file := job.directory / SETTINGS[0]).is_file():
+            digests[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+            write_atomic(final / file.name, file.read_bytes())
     references = {}
     for split, text in raw_targets(job.source, shards).items():
         references[f"{split}.references"] = hashlib.sha256(text).hexdigest()

@@ -47,6 +47,7 @@ class TokenOptions(SourceOptions):
 
     tokenizer: str
     vocab_size: int | None
+    end_of_text: str | None
 
     hub_tokenizers: ClassVar[bool] = False
     """True if a tokenizer may be a repository of the Hugging Face hub."""
@@ -62,7 +63,9 @@ class TokenOptions(SourceOptions):
 
     def problems(self) -> Problems:
         yield from SourceOptions.problems(self)
-        yield from tokenizer(self.tokenizer).problems(self.vocab_size, hub=self.hub_tokenizers)
+        yield from tokenizer(self.tokenizer).problems(
+            self.vocab_size, self.end_of_text, hub=self.hub_tokenizers
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -146,6 +149,12 @@ class Source(ABC):
         """Exclusive upper bound of the tokens."""
         return int(getattr(self.options, "vocab_size", 256))
 
+    @property
+    def end_of_text(self) -> str | None:
+        """Name of the token after each document; None: it is found."""
+        end: str | None = getattr(self.options, "end_of_text", None)
+        return end
+
     @abstractmethod
     def state(self) -> list[Any]:
         """Describe the input in JSON values; called at every start, so it must be cheap.
@@ -171,6 +180,8 @@ class Source(ABC):
         words = f"sparsepretrain prepare data={self.options.name}"
         if self.tokenizer.origin == "file":
             words += f" data.tokenizer={self.tokenizer.name} data.vocab_size={self.vocab_size}"
+        if self.end_of_text is not None:
+            words += f" 'data.end_of_text=\"{self.end_of_text}\"'"
         return f"{self.options.name} is not prepared: run `{words}`"
 
 

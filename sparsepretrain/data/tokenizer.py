@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from sparsepretrain.data.encoding import train_bpe, train_wordpiece
+from sparsepretrain.data.encoding import (
+    SETTINGS,
+    declare_end,
+    declared_end,
+    train_bpe,
+    train_wordpiece,
+)
 from sparsepretrain.data.hub import hub_access
 from sparsepretrain.errors import DataError, reason
 from sparsepretrain.files import cache_directory, write_atomic
@@ -38,11 +45,16 @@ class Tokenizer:
             return "file"
         return "trained" if self.training else "hub"
 
-    def problems(self, vocab_size: int | None, *, hub: bool) -> Iterator[tuple[str, str]]:
+    def problems(
+        self, vocab_size: int | None, end_of_text: str | None, *, hub: bool
+    ) -> Iterator[tuple[str, str]]:
         """Yield (key, message) of each conflict with a configuration.
 
         ``hub``: the source takes tokenizers of the hub.
         """
+        if end_of_text is not None and self.origin in ("bytes", "trained"):
+            own = "byte 0" if self.origin == "bytes" else "a token of its own"
+            yield "end_of_text", f"must be null with tokenizer {self.name}, which has {own}"
         if self.origin == "hub" and not hub:
             known = [name for name, each in TOKENIZERS.items() if each.origin != "hub"]
             hint = suggestion(self.name, known)
@@ -62,13 +74,7 @@ class Tokenizer:
     def read(self) -> str:
         """Return the tokenizer.json of a file or a hub repository."""
         try:
-            if self.origin == "file":
-                return Path(self.name).expanduser().read_text(encoding="utf-8")
-            from huggingface_hub import hf_hub_download
-
-            with hub_access():
-                path = hf_hub_download(self.name, "tokenizer.json")
-            return Path(path).read_text(encoding="utf-8")
+            return self._path().read_text(encoding="utf-8")
         except (OSError, ValueError) as error:  # also not UTF-8, or no legal repository name
             hint = ""
             if self.origin == "hub":
@@ -76,6 +82,27 @@ class Tokenizer:
             raise DataError(
                 f"data.tokenizer: cannot read {self.name}{hint}: {reason(error)}"
             ) from error
+
+    def _path(self) -> Path:
+        """Return the tokenizer.json of a file or a hub repository, whose settings lie beside it."""
+        if self.origin == "file":
+            return Path(self.name).expanduser()
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError
+
+        with hub_access():
+            for name in SETTINGS:
+                # a repository may have none; without a network it may be in no cache
+                with contextlib.suppress(EntryNotFoundError):
+                    hf_hub_download(self.name, name)
+            return Path(hf_hub_download(self.name, "tokenizer.json"))
+
+    def declared_end(self) -> str | None:
+        """Return the end-of-text token that the file or repository names, or None.
+
+        Call this after :meth:`read`.
+        """
+        return declared_end(self._path()) if self.origin in ("file", "hub") else None
 
     def make(self, texts: Iterable[bytes | str], vocab_size: int) -> str:
         """Return the tokenizer.json, trained on ``texts``, which are iterated twice, or read."""
@@ -94,10 +121,13 @@ class Tokenizer:
         if self.origin == "trained":
             raise DataError(f"tokenizer {self.name} is made when data is prepared: give its file")
         content = self.read()
-        directory = cache_directory() / "tokenizers"
-        directory.mkdir(parents=True, exist_ok=True)
-        file = directory / f"{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"
+        end = self.declared_end()
+        digest = hashlib.sha256(f"{content}{end}".encode()).hexdigest()[:16]
+        file = cache_directory() / "tokenizers" / digest / "tokenizer.json"
         if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if end is not None:
+                write_atomic(file.with_name(SETTINGS[0]), declare_end(end))
             write_atomic(file, content)
         return file
 

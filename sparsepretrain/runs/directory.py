@@ -67,6 +67,8 @@ class RunDirectory:
     """One line per evaluation of a checkpoint on a whole split."""
     tokenizer_file = _Entry("tokenizer.json")
     """Tokenizer of the model; missing for bytes and images."""
+    tokenizer_settings_file = _Entry("tokenizer_config.json")
+    """Name of its end-of-text token, if that was given or is declared beside the tokenizer."""
     checkpoints = _Entry("checkpoints")
     """See :mod:`~sparsepretrain.runs.checkpoint`."""
     masks = _Entry("masks")

@@ -16,6 +16,7 @@ from torch import Tensor
 from sparsepretrain.config import freeze
 from sparsepretrain.config.schema import Run
 from sparsepretrain.console import Console, significant
+from sparsepretrain.data.encoding import declare_end, declared_end
 from sparsepretrain.errors import SparsePretrainError, own_warnings
 from sparsepretrain.kernels import pack_24
 from sparsepretrain.kernels.cusparselt.packed24 import slow_version
@@ -134,6 +135,8 @@ def _write_files(
     directory.write(directory.config_file, freeze.to_yaml(session.run.plain))
     if session.task.tokenizer_file is not None:  # it travels with the weights
         text = session.task.tokenizer_file.read_text(encoding="utf-8")
+        if (end := declared_end(session.task.tokenizer_file)) is not None:
+            directory.write(directory.tokenizer_settings_file, declare_end(end))
         directory.write(directory.tokenizer_file, text)
     directory.write(directory.environment_file, json.dumps(about, indent=1) + "\n")
 

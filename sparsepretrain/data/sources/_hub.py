@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -56,7 +57,7 @@ class HubSource(Source):
         patterns = [p for each in self.files.values() for p in each]
         if self.local and not self.files:
             key = "data.path"
-            patterns = [os.path.join(self.options.path, "**")]
+            patterns = [os.path.join(glob.escape(self.options.path), "**")]
         return [file.stamp for pattern in patterns for file in match(key, pattern)]
 
     def shards(self) -> list[Shard]:
@@ -91,6 +92,12 @@ class HubSource(Source):
         return f"{super().missing()}{needs}, or train offline with data={self.instead}"
 
 
+def _pattern(entry: str) -> str:
+    """Return a pattern that matches the file ``entry`` if it exists: its name may contain ``[``."""
+    path = os.path.expanduser(entry)
+    return glob.escape(path) if os.path.isfile(path) else path
+
+
 def load_rows(
     options: Any, split: str, *, instead: str, data_files: dict[str, list[str]] | None = None
 ) -> Any:
@@ -101,7 +108,12 @@ def load_rows(
     """
     name = options.name
     path = os.path.expanduser(options.path)
-    files = {key: list(map(os.path.expanduser, value)) for key, value in (data_files or {}).items()}
+    files = {key: [_pattern(entry) for entry in value] for key, value in (data_files or {}).items()}
+    if not files and os.path.isdir(path) and glob.has_magic(path):
+        raise DataError(
+            f"data.path: datasets takes {path} for a pattern, because of its [, * or ?: rename the "
+            "directory, link to it, or name its files (data.path=parquet 'data.data_files=[…]')"
+        )
     with needs(name, "datasets", "hf"):
         from datasets import load_dataset
     try:

@@ -98,6 +98,24 @@ def test_documents_are_split_as_nanogpt_does(options, rows, tmp_path, monkeypatc
     assert load(chosen).fingerprint == data.fingerprint
 
 
+@pytest.mark.parametrize("name", ["a [v2].txt", "a*b.txt", "what?.txt", "[].txt"])
+@pytest.mark.parametrize("directory", ["plain", "d [v2]"])
+def test_wildcards_in_names_of_files_are_characters(options, tmp_path, name, directory):
+    (tmp_path / directory).mkdir()
+    (tmp_path / directory / name).write_text("one two\nthree four\n")
+    file = str(tmp_path / directory / name)
+    chosen = options("wikitext2", **LOCAL | {"path": "text", "data_files": [file]})
+    chosen.validation, chosen.test = 0.5, None
+    assert "three four" in "".join(texts_of(prepare(chosen)).values())
+
+
+@pytest.mark.parametrize("source", ["wikitext2", "wmt14_ende", "cifar10"])
+def test_directories_that_datasets_takes_for_patterns_are_refused(options, mirror, source):
+    place = mirror[0].rename(mirror[0].with_name("wikitext [v2]"))
+    with pytest.raises(DataError, match=r"data\.path: datasets takes .*\[v2\] for a pattern"):
+        prepare(options(source, path=str(place)))
+
+
 def test_local_clone_has_the_splits_of_the_hub(options, mirror, monkeypatch):
     monkeypatch.setattr(hf_text.HfText, "shard_rows", 4)
     chosen = options("wikitext2", path=str(mirror[0]), tokenizer="bytes")

@@ -57,6 +57,7 @@ def test_two_or_more_files_give_disjoint_splits(sizes, fraction, seed):
 
     options = registry.get("source", "text_files").Options(
         name="x", source="text_files", files=["x"], tokenizer="bytes", vocab_size=None,
+        end_of_text=None,
         validation=fraction, test=None, seed=seed,
     )  # fmt: skip
     split = {name: {p.path for p in pieces} for name, pieces in Fake(options)._split().items()}

@@ -33,6 +33,7 @@ def source(*files, validation=0.1, **more):
         "source": "text_files",
         "tokenizer": "bytes",
         "vocab_size": 256,
+        "end_of_text": None,
         "seed": 0,
         "files": [str(file) for file in files],
         "validation": validation,
