@@ -109,10 +109,11 @@ class Sparsifier:
         """Register hooks on the step of the optimizer that holds the sparse weights.
 
         Before a step they change gradients (J); after it they update counters, masks and operands,
-        and count flips. Wrappers that expose ``.optimizer`` (Accelerate, Lightning) are unwrapped.
+        and count flips. Wrappers that expose ``.optimizer`` (Accelerate, Lightning) are unwrapped,
+        and of containers with ``.optimizers`` (torchtitan) the members are taken.
         Before the first step, the masks at this moment are the reference of the first flip rate; a
         resumed model brings its own. Counting flips projects every weight once per step, unless
-        operands are stored.
+        operands are stored. Attaching again to the same optimizer does nothing.
 
         Args:
             optimizer, others: the optimizers of the model, such as Muon and AdamW, in any order.
@@ -120,19 +121,18 @@ class Sparsifier:
                 ``found_inf`` of a fused optimizer is not read from the device after each step.
 
         Raises:
-            ConfigError: already attached, not an optimizer, a sparse weight is missing, sparse
-                weights are in two optimizers, or the model was sharded without
+            ConfigError: attached to another optimizer, not an optimizer, a sparse weight is
+                missing, sparse weights are in two optimizers, or the model was sharded without
                 :meth:`prepare_sharding`, or prepared and not sharded.
         """
         self._require_sparse()
-        if self._state.attachment.optimizer is not None:
-            raise ConfigError("the sparsifier is attached already: call detach() first")
+        attached = self._state.attachment.optimizer
         require_own_weights(self.layers)
-        if self._rows.is_sharded:
+        if attached is None and self._rows.is_sharded:
             from sparsepretrain.sparsity.engine import shard_setup
 
             shard_setup.bind(self._state, self.layers)
-        else:
+        elif attached is None:
             refuse_sharded(self.layers)
         hooked = holder_of(
             {name: layer.weight for name, layer in self.layers.items()},
@@ -144,12 +144,19 @@ class Sparsifier:
             (optimizer, *others),
             sharded=self._rows.is_sharded,
         )
+        self.steps.only_finite = only_finite
+        if attached is hooked:
+            return
+        if attached is not None:
+            raise ConfigError(
+                f"the sparsifier is attached to another {type(attached).__name__}: call detach() "
+                "first"
+            )
         mark = getattr(hooked, "mark_sparse", None)
         if mark is not None:  # StepAdamW treats sparse parameters differently
             mark([layer.weight for layer in self.layers.values()])
         self.method.read_optimizer(hooked)
         self._state.write()  # the optimizer may have changed scalars and phase
-        self.steps.only_finite = only_finite
         self._state.attachment.attach(hooked, self.steps.before, self.steps.after)
         self._state.baseline_due = self.completed_steps == 0
         self.steps.take_baseline()
@@ -335,7 +342,7 @@ class Sparsifier:
         the method would choose.
         """
         self._require_sparse()
-        self._state.sync()
+        self._state.sync(always=True)
         masks = {}
         for name, layer in self.layers.items():
             operands = layer.operands
@@ -362,14 +369,14 @@ class Sparsifier:
     ) -> tuple[dict[str, float], list[list[int]]]:
         """Return :meth:`metrics` and ``counts`` (k, layers) as lists, in one synchronization."""
         self._require_sparse()
-        self._state.sync()
+        self._state.sync(always=True)
         return measure(self.layers, self._state, self.flips, counts, per_layer=per_layer)
 
     @torch.no_grad()
     def dense_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and tensor of :meth:`dense_state_dict`, one at a time, for large models."""
         self._require_sparse()
-        self._state.sync()
+        self._state.sync(always=True)
         root = self._state.root
         sparse = {id(layer): name for name, layer in self.layers.items()}
         weights = {
@@ -398,12 +405,12 @@ class Sparsifier:
     def coverage(self) -> Coverage:
         """Return the report of sparse layers and their operands."""
         self._require_sparse()
-        self._state.sync()
+        self._state.sync(always=True)
         return cover(self.layers, self._state)
 
     def prove(self) -> Proof:
         """Count the non-zeros of every group of the evaluated weights; collective if sharded."""
-        self._state.sync()
+        self._state.sync(always=True)
         return prove(self.layers, self._state)
 
     def state_dict(self) -> dict[str, Any]:

@@ -225,7 +225,7 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
         )
     folded: list[str] = []
     for state in states:
-        state.sync()
+        state.sync(always=True)
         phase = state.method.phase
         name = state.method.options.name
         if not phase.evaluation and phase.reason:

@@ -6,10 +6,13 @@ search, no phases, no flip rates.
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MethodType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -41,10 +44,7 @@ class Attachment:
 
     def attach(self, optimizer: Optimizer, before: Any, after: Any) -> None:
         """Register two step hooks on ``optimizer``, which :meth:`detach` removes."""
-        self._handles = (
-            optimizer.register_step_pre_hook(before),
-            optimizer.register_step_post_hook(after),
-        )
+        self._handles = hook_step(optimizer, before, after)
         self._optimizer = ref(optimizer)
         self._detached = False
         self._seen = None
@@ -98,6 +98,38 @@ class Attachment:
         )
 
 
+def hook_step(optimizer: Optimizer, before: Any, after: Any) -> tuple[RemovableHandle, ...]:
+    """Call ``before`` and ``after`` in each step of an optimizer, as hooks of torch are called.
+
+    ``Optimizer.__init__`` gives the class a step that calls hooks. Optimizers that leave it out, as
+    timm's Lookahead does, take hooks without calling them: the step of the object is wrapped.
+    """
+    if getattr(optimizer.step, "hooked", False):  # schedulers wrap it and keep this mark of torch
+        return (
+            optimizer.register_step_pre_hook(before),
+            optimizer.register_step_post_hook(after),
+        )
+    hooks: dict[int, Any] = OrderedDict()
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = None
+    inner = vars(optimizer).get("step", type(optimizer).step)  # a scheduler may have wrapped it
+    is_bound = "step" in vars(optimizer)
+
+    @functools.wraps(inner)
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not hooks:  # detached
+            return inner(*args, **kwargs) if is_bound else inner(self, *args, **kwargs)
+        changed = before(self, (self, *args), kwargs)
+        if changed is not None:
+            (_, *args), kwargs = changed  # type: ignore[assignment]
+        result = inner(*args, **kwargs) if is_bound else inner(self, *args, **kwargs)
+        after(self, (self, *args), kwargs)
+        return result
+
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    return (handle,)
+
+
 class Seen(NamedTuple):
     """The watched weight at a training forward."""
 
@@ -134,6 +166,19 @@ def _are_equal(first: Tensor | int, second: Tensor | int) -> bool:
     return first is second or bool(first == second)
 
 
+def torch_optimizers(optimizer: Any) -> Iterator[Optimizer]:
+    """Yield the torch optimizers inside wrappers and containers (torchtitan).
+
+    A container steps its members, which have the learning rates and states.
+    """
+    members = getattr(optimizer, "optimizers", None)
+    if isinstance(members, list | tuple) and members:
+        for member in members:
+            yield from torch_optimizers(member)
+    else:
+        yield unwrapped(optimizer)
+
+
 def unwrapped(optimizer: Any) -> Optimizer:
     """Return the torch optimizer inside wrappers."""
     while not isinstance(optimizer, Optimizer) or hasattr(optimizer, "optimizer"):
@@ -168,7 +213,7 @@ def holder_of(
         optimizers: of the model.
         sharded: FSDP shards the weights.
     """
-    unwrapped_optimizers = [unwrapped(optimizer) for optimizer in optimizers]
+    unwrapped_optimizers = [each for given in optimizers for each in torch_optimizers(given)]
     holders = {
         id(parameter): optimizer
         for optimizer in unwrapped_optimizers

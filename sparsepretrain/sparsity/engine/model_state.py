@@ -58,6 +58,7 @@ class ModelState:
         self.flips: Tensor | None = None
         """Flips of the last comparison, (layers,); None: none since a load."""
         self.flip_interval = 1  # steps between the two masks of the last comparison
+        self.check_due = False  # read the counters in the next evaluation: training may average
         self.left_meta = False  # the buffer left the meta device and has no values yet
         self.baseline_due = False  # weights were replaced: compare masks before the next step
         # a root may be made sparse twice, for other layers: each call has buffers of its own
@@ -107,8 +108,16 @@ class ModelState:
             for operands in self.operands:
                 operands.choose_ways()
 
-    def sync(self) -> None:
-        """Update the integers if a loaded state dict or a copy has written the buffer."""
+    def sync(self, *, always: bool = False) -> None:
+        """Update the integers if a loaded state dict or a copy has written the buffer.
+
+        Args:
+            always: read the buffer even if its version is the same, which waits for the device.
+                Writes to ``.data``, by which Lightning averages weights, raise no version.
+
+        Raises:
+            ConfigError: the counters were averaged.
+        """
         buffer = self.root._buffers.get(self.buffer)
         if buffer is None:  # the model was densified
             return
@@ -116,10 +125,13 @@ class ModelState:
         # synchronization with the device, as comparing values would in every forward. Inference
         # tensors have no count.
         version = 0 if buffer.is_inference() else buffer._version
-        if self._seen is not None and self._seen[0] is buffer and self._seen[1] == version:
+        is_known = self._seen is not None and self._seen[0] is buffer and self._seen[1] == version
+        if is_known and not always:
             return
         if not buffer.is_meta:
             *values, checksum = buffer.tolist()
+            if is_known and [*values, checksum] == self._values():
+                return
             left_meta = self.left_meta
             self._name_method()
             if left_meta and (checksum != _checksum(values) or not any(values)):
@@ -127,8 +139,9 @@ class ModelState:
                 return
             if checksum != _checksum(values):
                 raise ConfigError(
-                    "the counters and masks of this sparse model were averaged: they must be "
-                    "copied, as AveragedModel(use_buffers=False) and timm's ModelEmaV3 do"
+                    "the counters and masks of this sparse model were averaged: buffers must be "
+                    "copied, as AveragedModel, timm's ModelEmaV3 and Lightning's "
+                    "EMAWeightAveraging(use_buffers=False) do"
                 )
             step, compared_at, *scalars = values
             if (step, compared_at) != (self.step, self.compared_at):
@@ -185,7 +198,8 @@ class ModelState:
         state_dict.setdefault(prefix + self.method_buffer, _encoded(this).to(device))
 
     def after_state_dict(self, module: nn.Module, *args: Any) -> None:
-        """Warn once if ``save_pretrained`` of another library writes the stored, dense weights."""
+        """Refuse averaged counters; warn once if another library saves the dense weights."""
+        self.sync(always=True)
         if self._warned_of_saving or not self.method.phase.evaluation:
             return
         frame: Any = sys._getframe(1)
@@ -270,7 +284,16 @@ class ModelState:
             hook.remove()
 
     def before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        """Prepare a forward of the root: drop stale gathered operands, number micro-batches."""
+        """Prepare a forward of the root: drop stale gathered operands, number micro-batches.
+
+        The first evaluation after training reads the counters: an average of weights may have been
+        written through ``.data`` (:meth:`sync`).
+        """
+        if module.training:
+            self.check_due = True
+        elif self.check_due and not torch.compiler.is_compiling():
+            self.check_due = False
+            self.sync(always=True)
         if self.is_sharded:
             # Layers sync when they run, which is too late here: FSDP gathers operands before.
             self.sync()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from torch import Tensor
 
 from sparsepretrain import kernels
-from sparsepretrain.errors import Problems
+from sparsepretrain.errors import ConfigError, Problems
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import Method, MethodOptions, Projection, Row
 from sparsepretrain.sparsity.layer_state import LayerState
@@ -24,6 +25,9 @@ class SSTEOptions(MethodOptions):
     """Threshold between |t2| (0, the authors' code) and |t3| (1); S-STE Table 1."""
     beta: Literal["mse", "l1", "none"] = "mse"
     """Scale: least squares ⟨W,S⟩/⟨S,S⟩, same L1 norm, or 1; S-STE Table 2."""
+    beta_at: Annotated[int, "≥ 0"] = 0
+    """Optimizer step after which β is computed again, once; 0: never. For initial weights that say
+    nothing about it, such as zeros."""
     beta_update: Literal["init", "step"] = "init"
     """Frozen after weight initialization, or recomputed every step; S-STE Figure 4."""
     mvue: Literal["gradient", "none", "weight"] = "gradient"
@@ -37,6 +41,9 @@ class SSTEOptions(MethodOptions):
         yield from MethodOptions.problems(self)
         if self.mvue == "weight" and (self.n, self.m) != (2, 4):
             yield "mvue", f"weight exists for 2:4 only, got {self.n}:{self.m}"
+        if self.beta_at and (self.beta == "none" or self.beta_update == "step"):
+            key = "beta=none" if self.beta == "none" else "beta_update=step"
+            yield "beta_at", f"must be 0 with {key}, got {self.beta_at}"
 
 
 @register("method", "sste")
@@ -47,12 +54,18 @@ class SSTE(Method):
     options: SSTEOptions
     summary = "soft threshold, frozen scale β, MVUE on the weight gradient"
     paper = "arXiv:2409.09099 (NeurIPS 2024)"
-    finetuning = FineTuning(options={"mvue": "none"}, same=("gamma", "beta"))
+    finetuning = FineTuning(options={"mvue": "none", "beta_at": 0}, same=("gamma", "beta"))
     """S-STE, Table 6, and the authors' code fine-tune without MVUE."""
 
     def __init__(self, options: SSTEOptions, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
         self.needs_whole = options.mvue == "weight" or options.beta_update == "step"
+        first = max(1, self.schedule.start)
+        end = min(self.schedule.stop, total_steps or math.inf)
+        if options.beta_at and not first <= options.beta_at < end:
+            span = f"steps {first} to {end - 1}" if end < math.inf else f"step {first} or later"
+            reason = f": β can be computed again after {span}, got {options.beta_at}"
+            raise ConfigError([("beta_at", reason)])
 
     @property
     def estimator(self) -> str:
@@ -77,11 +90,22 @@ class SSTE(Method):
 
     def initial_state(self, weight: Tensor, state: LayerState) -> dict[str, Tensor]:
         """β of the initial weight (S-STE section 4.2), also if the window begins later."""
-        return {"beta": self._fit_beta(weight, self._soft(weight, state.dim))}
+        soft = self._soft(weight, state.dim)
+        is_lasting = self.options.beta != "none" and self.options.beta_update == "init"
+        if is_lasting and not weight.is_meta and not soft.any():
+            again = self.options.beta_at
+            until = f"until step {again} (beta_at)" if again else "for good (see beta_at)"
+            text = f"S(W) is 0, as for zeros, so its scale β is 1 {until} in"
+            self.remarks.setdefault(text, []).append(state.layer_name)
+        return {"beta": self._fit_beta(weight, soft)}
+
+    @property
+    def update_needs_whole(self) -> bool:
+        return self.needs_whole or 0 < self.options.beta_at == self.schedule.step
 
     def update_(self, weight: Tensor, state: LayerState) -> None:
-        """Recompute β if asked to; it then grows layer by layer (S-STE Figure 4)."""
-        if self.options.beta_update == "step":
+        """Recompute β if asked to; in every step it grows layer by layer (S-STE Figure 4)."""
+        if self.options.beta_update == "step" or 0 < self.options.beta_at == self.schedule.step:
             state.beta.copy_(self._fit_beta(weight, self._soft(weight, state.dim)))
 
     def mask(self, weight: Tensor, dim: int) -> Tensor:

@@ -366,7 +366,7 @@ def test_decay_is_applied_once_after_sparsifying_again(silent):
     assert_equal_bits(dict(model.named_parameters()), dict(other.named_parameters()))
     assert again.completed_steps == 3
     for handle in (sp.sparsifier_of(model), again):
-        with pytest.raises(ConfigError, match="attached already"):
+        with pytest.raises(ConfigError, match="attached to another SGD"):
             handle.attach(torch.optim.SGD(model.parameters(), lr=0.1))
     again.detach()
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks

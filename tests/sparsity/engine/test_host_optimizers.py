@@ -1,0 +1,222 @@
+"""What hosts do to optimizers, weights and buffers: wrap, contain, skip, attach twice, average.
+
+Kinds: optimizers whose step torch gives no hooks (``Optimizer.__init__`` was skipped), containers
+of optimizers, a second ``attach`` to the same one, and averages that are written through ``.data``,
+which raises no version.
+"""
+
+import copy
+import pickle
+from collections import OrderedDict
+
+import pytest
+import torch
+from timm.optim.lookahead import Lookahead
+from torch import nn
+
+import sparsepretrain as sp
+from sparsepretrain.errors import ConfigError
+from support.small_loops import attached, train
+from support.small_models import Net, draw
+from support.sparse_cases import build, sparsify
+from support.tiny_runs import assert_equal_bits
+
+
+class Skips(torch.optim.Optimizer):
+    """SGD that does not call ``Optimizer.__init__``."""
+
+    def __init__(self, params, lr=0.1):
+        self.param_groups = [{"params": list(params), "lr": lr}]
+        self.state, self.defaults = {}, {"lr": lr}
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = (
+            OrderedDict(),
+            OrderedDict(),
+        )
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for p in self.param_groups[0]["params"]:
+            p.add_(p.grad, alpha=-self.param_groups[0]["lr"])
+        return loss
+
+
+class Container(torch.optim.Optimizer):
+    """Optimizers as torchtitan holds them: groups without a learning rate."""
+
+    def __init__(self, model, cls=torch.optim.SGD):
+        self.optimizers = [
+            cls(part.parameters(), lr=0.1) for part in model.children() if [*part.parameters()]
+        ]
+        super().__init__([{"params": list(model.parameters())}], {})
+
+    def step(self, closure=None):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none=True):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+class Whole(nn.Module):
+    """A network as the only child, so that one optimizer holds all sparse weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Net()
+
+    def forward(self, x):
+        return self.block(x)
+
+
+def lookahead(params):
+    return Lookahead(torch.optim.SGD(params, lr=0.1), alpha=1.0)
+
+
+def closures(model, optimizer, steps):
+    for step in range(steps):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            loss = model(draw(8, 16, seed=step)).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+@pytest.mark.parametrize("make", [Skips, lookahead])
+@pytest.mark.parametrize("scheduler", ["none", "before attach", "after attach"])
+@pytest.mark.parametrize("closure", [False, True])
+def test_every_step_is_counted_of_optimizers_that_skip_torchs_init(make, scheduler, closure):
+    options = {"decay": 0.1}
+    model, other = Net(), Net()
+    handle, reference = sparsify(model, "srste", **options), sparsify(other, "srste", **options)
+    optimizer = make(model.parameters())
+    second = attached(reference, torch.optim.SGD(other.parameters(), lr=0.1))
+    schedule = torch.optim.lr_scheduler.LambdaLR
+    if scheduler == "before attach" and make is Skips:
+        schedule(optimizer, lambda step: 1.0)
+    handle.attach(optimizer)
+    if scheduler == "after attach" and make is Skips:
+        schedule(optimizer, lambda step: 1.0)
+    loop = closures if closure else lambda m, o, n: train(m, o, 0, n)
+    loop(model, optimizer, 3)
+    loop(other, second, 3)
+    assert handle.completed_steps == 3
+    assert_equal_bits(dict(model.named_parameters()), dict(other.named_parameters()))
+    assert torch.equal(handle.flips, reference.flips)
+    handle.detach()
+    loop(model, optimizer, 1)
+    assert handle.completed_steps == 3
+    handle.attach(optimizer)
+    loop(model, optimizer, 1)
+    assert handle.completed_steps == 4
+
+
+def test_copies_of_wrapped_optimizers_step_their_own_weights():
+    model = Net()
+    optimizer = Skips(model.parameters())
+    handle = sparsify(model, "ste")
+    handle.attach(optimizer)
+    train(model, optimizer, 0, 1)
+    before = copy.deepcopy(model.state_dict())
+    copied = copy.deepcopy(optimizer)
+    for p in copied.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    copied.step()
+    assert_equal_bits(model.state_dict(), before)
+    assert handle.completed_steps == 1
+    assert "step" not in vars(pickle.loads(pickle.dumps(optimizer)))
+
+
+@pytest.mark.parametrize("decay_on", ["weight", "gradient"])
+def test_members_of_a_container_are_attached(decay_on):
+    model, other = Whole(), Whole()
+    options = {"decay": 0.1, "decay_on": decay_on}
+    handle = sp.sparsify(model, "srste", targets=["block.*"], **options)
+    reference = sp.sparsify(other, "srste", targets=["block.*"], **options)
+    optimizer = Container(model)
+    handle.attach(optimizer)
+    second = attached(reference, torch.optim.SGD(other.parameters(), lr=0.1))
+    train(model, optimizer, 0, 3)
+    train(other, second, 0, 3)
+    assert handle.completed_steps == 3
+    assert_equal_bits(dict(model.named_parameters()), dict(other.named_parameters()))
+
+
+def test_containers_that_divide_the_sparse_weights_are_refused():
+    handle = sparsify(model := Net(), "ste")
+    with pytest.raises(ConfigError, match="sparse weights are in SGD, SGD"):
+        handle.attach(Container(model))
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_attaching_again_to_the_same_optimizer_does_nothing(wrapped):
+    model, optimizer, handle = build("srste", {"decay": 0.1}, cls=torch.optim.SGD, lr=0.1)
+    train(model, optimizer, 0, 2)
+
+    class Wrapper:
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+    handle.attach(Wrapper(optimizer) if wrapped else optimizer)
+    sp.sparsifier_of(model).attach(optimizer)
+    train(model, optimizer, 2, 4)
+    other, second, _ = build("srste", {"decay": 0.1}, cls=torch.optim.SGD, lr=0.1)
+    train(other, second, 0, 4)
+    assert handle.completed_steps == 4
+    assert_equal_bits(model.state_dict(), other.state_dict())
+
+
+def averaged(method):
+    """Write the average of two states of a model through ``.data``, buffers included."""
+    model, optimizer, handle = build(method)
+    train(model, optimizer, 0, 1)
+    average = copy.deepcopy(model)
+    model.eval()
+    model(draw(4, 16))
+    model.train()
+    train(model, optimizer, 1, 4)
+    with torch.no_grad():
+        means = average.state_dict().values()
+        for mean, value in zip(means, model.state_dict().values(), strict=True):
+            mixed = mean.to(torch.float64) * 0.5 + value.to(torch.float64) * 0.5
+            value.data.copy_(mixed.to(value.dtype))
+    return model, optimizer, handle
+
+
+READERS = {
+    "prove": lambda model, handle: handle.prove(),
+    "masks": lambda model, handle: handle.masks(),
+    "metrics": lambda model, handle: handle.metrics(),
+    "coverage": lambda model, handle: handle.coverage(),
+    "densify": lambda model, handle: sp.densify(model),
+    "dense_state_dict": lambda model, handle: handle.dense_state_dict(),
+    "state_dict": lambda model, handle: model.state_dict(),
+    "evaluation": lambda model, handle: model.eval()(draw(4, 16)),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("method", ["tsrste", "asp", "slope", "sste", "sdgf"])
+def test_averages_written_through_data_are_refused(method, reader):
+    model, _, handle = averaged(method)
+    before = {name: layer.weight.clone() for name, layer in handle.layers.items()}
+    with pytest.raises(ConfigError, match=r"were averaged.*EMAWeightAveraging\(use_buffers=False"):
+        READERS[reader](model, handle)
+    for name, layer in handle.layers.items():
+        assert torch.equal(layer.weight, before[name])
+
+
+def test_copies_written_through_data_are_followed():
+    model, optimizer, handle = build("tsrste")
+    kept = copy.deepcopy(model.state_dict())
+    train(model, optimizer, 0, 3)
+    for key, value in model.state_dict().items():
+        value.data.copy_(kept[key])
+    assert handle.prove().holds and handle.completed_steps == 0
