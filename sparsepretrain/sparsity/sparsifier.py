@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.kernels import pack_rows
@@ -21,12 +22,14 @@ from sparsepretrain.sparsity.metrics import measure
 from sparsepretrain.sparsity.selection import refuse_sharded
 
 
-def dense_weight(layer: SparseLayer) -> Tensor:
-    """Return the weight of evaluation, laid out as stored; whole if the layer is sharded."""
+def dense_weight(layer: SparseLayer, *, full: bool = True) -> Tensor:
+    """Return the weight of evaluation, laid out as stored; ``full``: whole, else a DTensor."""
     operands = layer.operands
+    rows = operands.rows
     forward = operands.project(layer.weight).forward
-    weight = operands.rows.local(layer.weight).detach() if forward is None else forward
-    weight = operands.rows.gather(weight).to(layer.weight.dtype)
+    weight = rows.local(layer.weight).detach() if forward is None else forward
+    weight = weight.to(layer.weight.dtype)
+    weight = rows.gather(weight) if full else rows.wrap(weight)
     residual = residual_weight(layer)
     return weight if residual is None else weight + residual
 
@@ -99,6 +102,11 @@ class Sparsifier:
     def decay(self) -> float:
         """Factor λ of the masked decay that the next step applies; 0: no decay."""
         return self.steps.decay
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """Optimizer that this model is attached to; None: none."""
+        return self._state.attachment.optimizer
 
     @property
     def sparse(self) -> bool:
@@ -373,7 +381,7 @@ class Sparsifier:
         return measure(self.layers, self._state, self.flips, counts, per_layer=per_layer)
 
     @torch.no_grad()
-    def dense_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def dense_tensors(self, *, full: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Yield name and tensor of :meth:`dense_state_dict`, one at a time, for large models."""
         self._require_sparse()
         self._state.sync(always=True)
@@ -389,18 +397,21 @@ class Sparsifier:
             if key in own or any(part == "sparsity" for part in key.split(".")):
                 continue
             if key in weights:
-                yield key, dense_weight(self.layers[weights[key]])
+                yield key, dense_weight(self.layers[weights[key]], full=full)
             else:
-                yield key, value.full_tensor() if is_dtensor(value) else value
+                yield key, value.full_tensor() if full and is_dtensor(value) else value
 
-    def dense_state_dict(self) -> dict[str, Tensor]:
+    def dense_state_dict(self, *, full: bool = True) -> dict[str, Tensor]:
         """Return the state dict of the densified model, without changing the model.
 
         Weights of sparse layers are those of evaluation, with exact zeros; scales and adapters are
-        folded in, and keys of the method are left out. Collective if the model is sharded: every
-        rank then gets whole tensors.
+        folded in, and keys of the method are left out. Collective if the model is sharded.
+
+        Args:
+            full: every rank gets whole tensors. False: a sharded model gives DTensors, laid out as
+                its parameters, for ``torch.distributed.checkpoint``.
         """
-        return dict(self.dense_tensors())
+        return dict(self.dense_tensors(full=full))
 
     def coverage(self) -> Coverage:
         """Return the report of sparse layers and their operands."""

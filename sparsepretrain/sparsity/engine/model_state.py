@@ -205,6 +205,8 @@ class ModelState:
         frame: Any = sys._getframe(1)
         saves = False
         while frame is not None:
+            if frame.f_code.co_name == "_save_checkpoint":
+                return  # of transformers' Trainer, which continues from it
             if frame.f_code.co_name == "save_pretrained":
                 saves = True
                 if frame.f_globals["__name__"].startswith("sparsepretrain."):

@@ -37,6 +37,10 @@ class Rows:
         """All-gather the rows of a tensor."""
         return rows
 
+    def wrap(self, rows: Tensor) -> Tensor:
+        """Return rows as state dicts have them: a DTensor if they are sharded."""
+        return rows
+
     def total(self, counts: Tensor) -> Tensor:
         """All-reduce (sum) counts of this rank's rows in place."""
         return counts

@@ -205,7 +205,6 @@ class ShardedRows(Rows):
         return type(result)(*map(self._own, result)) if isinstance(result, tuple) else result
 
     def wrap(self, rows: Tensor) -> DTensor:
-        """Return rows as a DTensor, which state dicts know to be a shard."""
         shape = torch.Size((self.rows, *rows.shape[1:]))
         stride = torch.empty(shape, device="meta").stride()
         spec = self._parameter.device_mesh, self._parameter.placements
