@@ -14,7 +14,7 @@ MINUTES ?= 20
 # is the same in every run, as drawn cases are (tests/conftest.py).
 TEST := OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(BIN)/python -m pytest
 
-.PHONY: train test lint test-fast test-explore test-triton test-kernels-offline test-without-gpu test-versions \
+.PHONY: train test lint test-fast test-explore test-triton test-kernels-offline test-without-gpu test-versions test-hosts \
 	test-fault test-dist test-slow rehearse-gpu reliability golden bench docs clean
 
 train: $(INSTALLED)
@@ -30,7 +30,7 @@ lint: $(DEV)
 	@out=$$($(BIN)/lint-imports 2>&1) || { echo "$$out"; exit 1; }
 
 test-fast: $(DEV)
-	$(TEST) -n 2 -m "not fault and not slow and not dist"
+	$(TEST) -n 2 -m "not fault and not slow and not dist and not hosts"
 
 # the Triton kernels in its interpreter, which cannot share a process with other uses of Triton:
 # their own tests, then the golden vectors and nasty blocks of the references (without the test that
@@ -53,6 +53,10 @@ test-without-gpu: $(DEV)
 # the oldest torch that is supported, and others, in environments of their own (13 GB in VERSIONS)
 test-versions: $(DEV)
 	PYTHON=$(BIN)/python VERSIONS=$(VERSIONS) scripts/test_versions.sh
+
+# sparse models in the loops of other libraries, in an environment of their own (8 GB in VERSIONS)
+test-hosts: $(DEV)
+	PYTHON=$(BIN)/python VERSIONS=$(VERSIONS) scripts/test_hosts.sh
 
 # the program of docs/gpu.md as a bare GPU machine would run it (5 GB in VERSIONS)
 rehearse-gpu: $(DEV)

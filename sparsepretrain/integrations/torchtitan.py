@@ -62,7 +62,7 @@ def sparse_spec(
     adapter: Any = spec.state_dict_adapter
     if adapter is not None:
 
-        class SparseAdapter(adapter):  # type: ignore[misc]
+        class SparseAdapter(adapter):
             """Converts the weights of evaluation."""
 
             def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:

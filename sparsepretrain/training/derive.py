@@ -198,7 +198,7 @@ def _reading_options(source: WeightSource, data: dict[str, Any]) -> dict[str, An
     # by its name, if it has one there, data that was prepared before is found again
     known = tokenizer(name) if isinstance(name, str) else None
     here_only = {"trained"} if options.Options.hub_tokenizers else {"trained", "hub"}
-    if known is not None and known.origin == "file" and not Path(name).expanduser().is_file():
+    if known is not None and known.origin == "file" and not Path(known.name).expanduser().is_file():
         known = None  # but the run has a copy
     if known is None or known.origin in here_only:
         name = _name(tokenizer_file(source), source)

@@ -16,7 +16,7 @@ import torch
 os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
 os.environ.setdefault("MASTER_PORT", "29511")
 
-from torchtitan.tools import utils  # noqa: E402
+from torchtitan.tools import utils
 
 utils.device_type, utils.device_module = "cpu", torch.cpu
 

@@ -121,7 +121,7 @@ def hook_step(optimizer: Optimizer, before: Any, after: Any) -> tuple[RemovableH
             return inner(*args, **kwargs) if is_bound else inner(self, *args, **kwargs)
         changed = before(self, (self, *args), kwargs)
         if changed is not None:
-            (_, *args), kwargs = changed  # type: ignore[assignment]
+            (_, *args), kwargs = changed
         result = inner(*args, **kwargs) if is_bound else inner(self, *args, **kwargs)
         after(self, (self, *args), kwargs)
         return result

@@ -21,7 +21,8 @@ from support.doc_pages import DOCUMENTS, ROOT, blocks
 
 # tables list commands of full runs; tests/reports renders their pages
 SHELL = [b for f in DOCUMENTS if f.parent.name != "tables" for b in blocks(f, "sh")]
-PYTHON = [b for f in DOCUMENTS for b in blocks(f, "python")]
+HOSTS = ROOT / "docs/hosts.md"
+PYTHON = [b for f in DOCUMENTS if f != HOSTS for b in blocks(f, "python")]
 RUN = ("train", "eval", "prepare", "methods", "configs", "report")
 """Verbs to run; for other verbs only arguments are checked."""
 PROGRAMS = ("sparsepretrain", "make", "pip", "python", "lm_eval", "wandb")
@@ -54,6 +55,14 @@ def test_library_snippets_run(block, capsys):
         for known in registry._registered.values():
             for name in [name for name, cls in known.items() if cls.__module__ == "snippet"]:
                 del known[name]
+
+
+def test_fragments_for_hosts_are_lines_of_their_scripts():
+    scripts = [file.read_text() for file in (ROOT / "docs/examples/hosts").glob("*.py")]
+    for block in blocks(HOSTS, "python"):
+        assert any(block.body.rstrip("\n") in text for text in scripts), block.body
+    linked = HOSTS.read_text()
+    assert all(f.name in linked for f in (ROOT / "docs/examples/hosts").glob("*.py"))
 
 
 @pytest.mark.parametrize("block", SHELL, ids=lambda b: b.name)

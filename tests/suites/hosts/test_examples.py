@@ -1,4 +1,4 @@
-"""The scripts of docs/examples/hosts, as they are: each trains, resumes and hands over 2:4 weights."""
+"""The scripts of docs/examples/hosts, as they are: each trains and hands over 2:4 weights."""
 
 import runpy
 from pathlib import Path
