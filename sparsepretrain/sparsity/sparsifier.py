@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from sparsepretrain.sparsity.engine.layers import SparseLayer, is_dtensor
 from sparsepretrain.sparsity.engine.model_state import ModelState
 from sparsepretrain.sparsity.engine.steps import Steps, require_own_weights
 from sparsepretrain.sparsity.fsdp.rows import Rows
+from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.method import Method, title
 from sparsepretrain.sparsity.metrics import measure
 from sparsepretrain.sparsity.selection import refuse_sharded
@@ -29,9 +30,10 @@ def dense_weight(layer: SparseLayer, *, full: bool = True) -> Tensor:
     forward = operands.project(layer.weight).forward
     weight = rows.local(layer.weight).detach() if forward is None else forward
     weight = weight.to(layer.weight.dtype)
-    weight = rows.gather(weight) if full else rows.wrap(weight)
     residual = residual_weight(layer)
-    return weight if residual is None else weight + residual
+    if residual is not None:
+        weight = weight + rows.own_rows(residual)
+    return rows.gather(weight) if full else rows.wrap(weight)
 
 
 def residual_weight(layer: SparseLayer) -> Tensor | None:
@@ -41,8 +43,19 @@ def residual_weight(layer: SparseLayer) -> Tensor | None:
     if len(shape) != 2:
         return None
     identity = torch.eye(shape[state.dim], dtype=layer.weight.dtype, device=layer.weight.device)
-    residual = layer.operands.method.residual(identity, state)
+    residual = layer.operands.method.residual(identity, cast(LayerState, _Gathered(state)))
     return residual.t() if residual is not None and state.dim == 1 else residual
+
+
+class _Gathered:
+    """State of a layer whose Parameters are gathered when they are read, if FSDP shards them."""
+
+    def __init__(self, state: LayerState) -> None:
+        self._state = state
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._state, name)
+        return value.full_tensor() if is_dtensor(value) else value
 
 
 class Sparsifier:

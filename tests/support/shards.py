@@ -205,10 +205,15 @@ def train(
                 losses.append(float((model(parts[0][0]) - parts[0][1]).square().sum()))
             model.train()
     state = {key: whole(value) for key, value in model.state_dict().items() if value.numel()}
+    off = misaligned(model, sparsifier, state, name, kind, inner) if shards else 0
+    dense = sparsifier.dense_state_dict()
+    rows = sparsifier.dense_state_dict(full=False)
+    assert all(torch.equal(whole(rows[key]), value) for key, value in dense.items())
+    state |= {f"dense {key}": value for key, value in dense.items()}
     return {
         "losses": losses,
         "metrics": numbers,
-        "misaligned": misaligned(model, sparsifier, state, name, kind, inner) if shards else 0,
+        "misaligned": off,
         "masks": {k: v.tolist() for k, v in sparsifier.masks().items()},
         "proof": str(sparsifier.prove()),
         "state": state,

@@ -37,6 +37,10 @@ class Rows:
         """All-gather the rows of a tensor."""
         return rows
 
+    def own_rows(self, whole: Tensor) -> Tensor:
+        """Return the own rows of a whole tensor."""
+        return whole
+
     def wrap(self, rows: Tensor) -> Tensor:
         """Return rows as state dicts have them: a DTensor if they are sharded."""
         return rows

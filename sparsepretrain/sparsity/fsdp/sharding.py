@@ -161,7 +161,6 @@ class ShardedRows(Rows):
         return whole.view(rows.dtype)
 
     def own_rows(self, whole: Tensor) -> Tensor:
-        """Copy the own rows of a whole tensor."""
         return whole[self.first : self.last].clone()
 
     def padded(self, rows: Tensor) -> Tensor:

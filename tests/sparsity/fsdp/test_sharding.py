@@ -78,6 +78,34 @@ def test_one_shard_trains_like_the_unsharded_model(mesh, method, options):
     assert isinstance(model.state_dict()["0.sparsity.previous_mask"], DTensor)
 
 
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("srste", {}),
+        ("sste", {"mvue": "weight"}),
+        ("tsrste", {"dense_tail": 0.0}),
+        ("asp", {"at": 0.0}),
+        ("slope", {}),
+        ("slope", {"adapters": {"rank": 4, "start": 0.0}}),
+        ("dense", {}),
+    ],
+)
+def test_weights_of_evaluation_of_shards_are_those_of_the_model(mesh, method, options):
+    plain_model, alone = pair(method, **options)
+    optimizer = attached(alone, sgd(plain_model))
+    model, sparsifier, steps = sharded(mesh, method, **options)
+    train(model, sparsifier, steps, 3), train(plain_model, alone, optimizer, 3)
+    expected = alone.dense_state_dict()
+    assert_equal_bits(sparsifier.dense_state_dict(), expected)
+    rows = sparsifier.dense_state_dict(full=False)
+    assert all(isinstance(value, DTensor) for key, value in rows.items() if "weight" in key)
+    assert_equal_bits({key: whole(value) for key, value in rows.items()}, expected)
+    stock = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).double()
+    stock.load_state_dict(expected)
+    x = torch.randn(4, 16, dtype=torch.float64)
+    torch.testing.assert_close(stock(x), plain_model.eval()(x))
+
+
 @pytest.mark.parametrize("method", ["srste", "sste", "tsrste", "sdgp", "slope"])
 def test_one_shard_trains_like_the_unsharded_model_under_autocast(mesh, method):
     losses = []
