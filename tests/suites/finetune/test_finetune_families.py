@@ -1,12 +1,15 @@
 """Fine-tuning checkpoints of many families: the dry run, two steps, export and reload."""
 
 import io
+import json
 
 import pytest
 import torch
 import transformers
 
 from sparsepretrain.console import Console
+from sparsepretrain.export.run import export_run
+from sparsepretrain.kernels import nm_mask
 from sparsepretrain.training.plan import dry_run
 from sparsepretrain.training.schedules import resolve_steps
 from support.families import CAUSAL, FAMILIES, MASKED, MOE, small_config
@@ -43,7 +46,7 @@ def words(family, root):
         for family in (*CAUSAL, *MASKED)
     ],
 )
-def test_every_family_has_a_dry_run_and_trains(tmp_path, family):
+def test_every_family_has_a_dry_run_trains_and_is_exported(tmp_path, family):
     source = save(tmp_path, family)
     typed = words(family, tmp_path)
     out = io.StringIO()
@@ -51,4 +54,13 @@ def test_every_family_has_a_dry_run_and_trains(tmp_path, family):
     assert "FLOPs per step" in out.getvalue() and "ste 2:4" in out.getvalue()
     directory, _, lines = train(source, *typed)
     assert [line["step"] for line in lines if "split" not in line] == [1, 2]
-    assert all(line["loss"] > 0 for line in lines) and (directory / "report.md").parent.is_dir()
+    assert all(line["loss"] > 0 for line in lines)
+    exported = export_run(directory, console=Console.silent())  # reloads, compares logits
+    about = json.loads((exported / "sparsity.json").read_text())
+    assert about["pattern"] == "2:4" and about["layers"]
+    head = "AutoModelForCausalLM" if family in CAUSAL else "AutoModelForSequenceClassification"
+    loaded = getattr(transformers, head).from_pretrained(exported)
+    for name in about["layers"]:
+        layer = loaded.get_submodule(name)
+        dim = 0 if type(layer).__name__ == "Conv1D" else 1
+        assert torch.equal(layer.weight, layer.weight * nm_mask(layer.weight, dim=dim)), name
