@@ -383,14 +383,18 @@ class Sparsifier:
         Args:
             per_layer: also ``flip_rate/<layer>`` and ``l1_gap/<layer>``.
         """
+        self._state.sync(always=True)
         return self.metrics_with(None, per_layer=per_layer)[0]
 
     def metrics_with(
         self, counts: Tensor | None, *, per_layer: bool = False
     ) -> tuple[dict[str, float], list[list[int]]]:
-        """Return :meth:`metrics` and ``counts`` (k, layers) as lists, in one synchronization."""
+        """Return :meth:`metrics` and ``counts`` (k, layers) as lists, in one synchronization.
+
+        Counters that were averaged through ``.data`` go unnoticed: this is for loops that do not.
+        """
         self._require_sparse()
-        self._state.sync(always=True)
+        self._state.sync()
         return measure(self.layers, self._state, self.flips, counts, per_layer=per_layer)
 
     @torch.no_grad()
