@@ -112,8 +112,7 @@ class Method:
         self.options = options
         self.schedule = Schedule(options.window, total_steps, self.refresh)
         self.scalars = dict(self.scalars)
-        self.remarks: dict[str, list[str]] = {}
-        """Remark of :meth:`update_` about weights -> layers; the engine warns of each once."""
+        self._remarks: dict[str, list[str]] = {}
 
     def set_step(self, step: int) -> None:
         """Enter the phase after ``step`` completed steps, or after :attr:`scalars` changed."""
@@ -128,6 +127,18 @@ class Method:
         if why := self.schedule.dense_reason(step):
             return Phase(False, False, why)
         return Phase(row=self.sparse_row)
+
+    def remark(self, text: str, layer: str) -> None:
+        """Note something about the weight of a layer, of which the engine warns once."""
+        self._remarks.setdefault(text, []).append(layer)
+
+    def take_remarks(self) -> dict[str, list[str]]:
+        """Return the new remarks, text -> layers; called after all layers were updated.
+
+        Overrides may read here, in one wait, what :meth:`update_` counted on the device.
+        """
+        remarks, self._remarks = self._remarks, {}
+        return remarks
 
     @property
     def update_needs_whole(self) -> bool:

@@ -262,7 +262,7 @@ class ModelState:
 
     def warn_of_remarks(self) -> None:
         """Warn of what the method noticed about weights while it updated all layers."""
-        for text, layers in self.method.remarks.items():
+        for text, layers in self.method.take_remarks().items():
             shown = ", ".join(layers[:3])
             more = f" and {len(layers) - 3} more layers" if len(layers) > 3 else ""
             warnings.warn(
@@ -270,7 +270,6 @@ class ModelState:
                 SparsePretrainWarning,
                 stacklevel=frames_to_the_caller(),
             )
-        self.method.remarks.clear()
 
     def release(self, densified: Collection[nn.Module], gone: set[LayerOperands]) -> None:
         """Forget layers that were densified; remove buffers and hooks with the last one."""

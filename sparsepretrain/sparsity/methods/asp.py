@@ -34,6 +34,11 @@ class StoredMask(Method):
 
     reads_packed_masks = True
 
+    def __init__(self, options: MethodOptions, total_steps: int | None = None) -> None:
+        super().__init__(options, total_steps)
+        # layer, its groups, and how many of them tie and have more than N non-zeros
+        self._counts: list[tuple[str, int, Tensor]] = []
+
     def initial_state(self, weight: Tensor, state: LayerState) -> dict[str, Tensor]:
         return {"mask": kernels.pack_rows(weight.new_zeros(weight.shape).bool())}
 
@@ -55,24 +60,29 @@ class StoredMask(Method):
         score = torch.where(magnitude == least, 0.5 + draws / 4, 0.0)
         score = torch.where((magnitude > least) | magnitude.isnan(), 1.0, score)
         if not weight.is_meta:
-            self._remark_on_groups(weight, dropped == kept, state)
+            groups = (weight != 0).movedim(state.dim, -1).unflatten(-1, (-1, m))
+            counts = [(dropped == kept).sum(), (groups.sum(-1) > n).sum()]
+            self._counts.append((state.layer_name, kept.numel(), torch.stack(counts)))
         return kernels.nm_mask(score, n, m, dim=state.dim)
 
-    def _remark_on_groups(self, weight: Tensor, ties: Tensor, state: LayerState) -> None:
+    def take_remarks(self) -> dict[str, list[str]]:
         """Remark on layers with many tied groups, and on a few groups with too many entries."""
+        counted, self._counts = self._counts, []
         n, m = self.pattern
-        total = ties.numel()
-        if n < m and int(ties.sum()) > TIED * total:
-            text = "fixed masks are random where magnitudes are equal, in many groups of"
-            self.remarks.setdefault(text, []).append(state.layer_name)
-        entries = (weight != 0).movedim(state.dim, -1).unflatten(-1, (-1, m)).sum(-1)
-        full = int((entries > n).sum())
-        if 0 < full < EXCEPTIONS * total:
-            text = f"pruned groups of weights that are {n}:{m} otherwise, of"
-            groups = (
-                f"{state.layer_name} ({full:,} of {total:,} groups had more than {n} non-zeros)"
-            )
-            self.remarks.setdefault(text, []).append(groups)
+        if counted and n < m:
+            rows = torch.stack([each.to(counted[0][2].device) for *_, each in counted]).tolist()
+            for (layer, groups, _), (tied, full) in zip(counted, rows, strict=True):
+                if tied > TIED * groups:
+                    self.remark(
+                        "fixed masks are random where magnitudes are equal, in many groups of",
+                        layer,
+                    )
+                if 0 < full < EXCEPTIONS * groups:
+                    self.remark(
+                        f"pruned groups of weights that are {n}:{m} otherwise, of",
+                        f"{layer} ({full:,} of {groups:,} groups had more than {n} non-zeros)",
+                    )
+        return super().take_remarks()
 
     def project(self, weight: Tensor, state: LayerState) -> Projection:
         return Projection(kernels.apply_mask(weight, state.mask, out=state.out), state.mask)

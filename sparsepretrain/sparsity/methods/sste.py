@@ -96,7 +96,7 @@ class SSTE(Method):
             again = self.options.beta_at
             until = f"until step {again} (beta_at)" if again else "for good (see beta_at)"
             text = f"S(W) is 0, as for zeros, so its scale β is 1 {until} in"
-            self.remarks.setdefault(text, []).append(state.layer_name)
+            self.remark(text, state.layer_name)
         return {"beta": self._fit_beta(weight, soft)}
 
     @property

@@ -20,6 +20,7 @@ METHODS = sorted(registry.names("method"))
 WAITS = {
     ("event", "training/step.py:judge"),  # loss and gradient norm of the step before
     ("tolist", "optim/_step_adamw.py:step"),  # STEP's dense phase: the change of second moments
+    ("tolist", "sparsity/methods/asp.py:take_remarks"),  # at the step that chooses a fixed mask
 }
 """Of an optimizer step, each at most once."""
 
