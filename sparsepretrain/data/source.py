@@ -47,7 +47,7 @@ class TokenOptions(SourceOptions):
 
     tokenizer: str
     vocab_size: int | None
-    end_of_text: str | None
+    end_of_text: str | None = None
 
     hub_tokenizers: ClassVar[bool] = False
     """True if a tokenizer may be a repository of the Hugging Face hub."""

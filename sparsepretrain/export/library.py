@@ -37,7 +37,9 @@ def save_pretrained(model: nn.Module, directory: str | Path, **options: Any) -> 
         )
     sparsifier = sparsifier_of(model)
     proof = sparsifier.prove()
-    save(directory, state_dict=sparsifier.dense_state_dict(), **options)
+    # under the names of this model: a part, or a container, of what was given to sparsify
+    state = dict(sparsifier.dense_tensors_of(model))
+    save(directory, state_dict=state, **options)
     options_of = sparsifier.method.options
     about = {
         "method": options_of.name,

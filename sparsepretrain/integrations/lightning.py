@@ -70,7 +70,8 @@ class SparsityCallback(Callback):
         """Report the metrics; all processes do, as sharded models need it."""
         sparsifier: Sparsifier = sparsifier_of(pl_module)
         step = sparsifier.completed_steps
-        if step == self._logged or step % trainer.log_every_n_steps:
+        every = trainer.log_every_n_steps
+        if not (trainer.loggers and every) or step == self._logged or step % every:
             return
         self._logged = step
         metrics = {f"sparsity/{k}": v for k, v in sparsifier.metrics().items()}

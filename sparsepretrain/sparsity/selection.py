@@ -64,6 +64,11 @@ def select_layers(model: nn.Module, patterns: list[str], exclude: Sequence[str])
             kind = type(module).__name__
             if sparse_class(type(module)) is None:
                 problems.append(f"layer {name!r} ({kind}) is bypassed by its module: exclude it")
+            elif "forward" in vars(module):
+                problems.append(
+                    f"layer {name!r} ({kind}) has a forward of its own object, which another "
+                    "library has set: sparsify before that, or exclude it"
+                )
             elif why := forward_objection(module):
                 problems.append(f"layer {name!r} ({kind}) has {why}: exclude it")
             else:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsepretrain.errors import CheckpointError, ConfigError
@@ -14,7 +14,7 @@ from sparsepretrain.kernels import pack_rows
 from sparsepretrain.sparsity.coverage import Coverage, Proof, cover, prove
 from sparsepretrain.sparsity.engine.attachments import holder_of
 from sparsepretrain.sparsity.engine.layers import SparseLayer, is_dtensor
-from sparsepretrain.sparsity.engine.model_state import ModelState
+from sparsepretrain.sparsity.engine.model_state import BUFFERS, ModelState
 from sparsepretrain.sparsity.engine.steps import Steps, require_own_weights
 from sparsepretrain.sparsity.fsdp.rows import Rows
 from sparsepretrain.sparsity.layer_state import LayerState
@@ -240,20 +240,21 @@ class Sparsifier:
                 "at=0, or slope with mask=magnitude"
             )
         n, m = method.pattern
-        full = {}
-        for name, layer in self.layers.items():
-            kept = layer.weight != 0
-            groups = kept.movedim(layer.in_dim, -1).unflatten(-1, (-1, m)).sum(-1)
+        kept = {name: layer.weight != 0 for name, layer in self.layers.items()}
+        full = []
+        for name, mask in kept.items():
+            dim = self.layers[name].in_dim
+            groups = mask.movedim(dim, -1).unflatten(-1, (-1, m)).sum(-1)
             if count := int((groups > n).sum()):
-                full[name] = f"{name} ({count:,} of {groups.numel():,})"
-            layer.sparsity.mask.copy_(pack_rows(kept))
+                full.append(f"{name} ({count:,} of {groups.numel():,})")
         if full:
-            shown = ", ".join([*full.values()][:3])
             more = f" and {len(full) - 3} more layers" if len(full) > 3 else ""
             raise ConfigError(
-                f"groups with more than {n} of {m} non-zeros: {shown}{more}: choose masks by "
-                "magnitude, or another pattern"
+                f"groups with more than {n} of {m} non-zeros: {', '.join(full[:3])}{more}: choose "
+                "masks by magnitude, or another pattern (n=4, m=4 keeps any zeros)"
             )
+        for name, mask in kept.items():
+            self.layers[name].sparsity.mask.copy_(pack_rows(mask))
         self._state.baseline_due = True
         self.refresh()
 
@@ -400,21 +401,29 @@ class Sparsifier:
     @torch.no_grad()
     def dense_tensors(self, *, full: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Yield name and tensor of :meth:`dense_state_dict`, one at a time, for large models."""
+        yield from self.dense_tensors_of(self._state.root, full=full)
+
+    @torch.no_grad()
+    def dense_tensors_of(
+        self, model: nn.Module, *, full: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield :meth:`dense_tensors` under the names of a part or a container of the model."""
         self._require_sparse()
         self._state.sync(always=True)
-        root = self._state.root
-        sparse = {id(layer): name for name, layer in self.layers.items()}
-        weights = {
-            f"{alias}.weight" if alias else "weight": sparse[id(module)]
-            for alias, module in root.named_modules(remove_duplicate=False)
-            if id(module) in sparse
-        }
-        own = {self._state.buffer, self._state.method_buffer}
-        for key, value in root.state_dict().items():
-            if key in own or any(part == "sparsity" for part in key.split(".")):
+        layers: dict[str, SparseLayer] = {}
+        own = set()  # keys and prefixes of ours
+        for name, module in model.named_modules(remove_duplicate=False):
+            prefix = f"{name}." if name else ""
+            if isinstance(module, SparseLayer):
+                layers[f"{prefix}weight"] = module
+                own.add(f"{prefix}sparsity.")
+                module.sparse_model.sync(always=True)
+            own |= {f"{prefix}{key}" for key in module._buffers if key.startswith(BUFFERS)}
+        for key, value in model.state_dict().items():
+            if key in own or any(key.startswith(part) for part in own if part.endswith(".")):
                 continue
-            if key in weights:
-                yield key, dense_weight(self.layers[weights[key]], full=full)
+            if key in layers:
+                yield key, dense_weight(layers[key], full=full)
             else:
                 yield key, value.full_tensor() if full and is_dtensor(value) else value
 

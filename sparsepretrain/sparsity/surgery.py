@@ -247,6 +247,7 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
                 weight.add_(residual)
                 folded.append(operands.state.layer_name)
         del layer._modules["sparsity"], layer.operands, layer.sparse_model
+        layer.__dict__.pop("ran_in_training", None)
         layer.__class__ = layer.replaces  # type: ignore[assignment]
     for state in states:
         state.attachment.detach()

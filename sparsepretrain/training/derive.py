@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -215,7 +216,8 @@ def tokenizer_file(source: WeightSource) -> Path | None:
         if isinstance(source.path, str):
             return tokenizer(source.path).file()
         path = source.path / "tokenizer.json"
-        return path.resolve() if path.is_file() else None
+        # links stay: beside them, not beside what they lead to, are the tokenizer's settings
+        return Path(os.path.abspath(path)) if path.is_file() else None
     if source.run is not None and source.run.tokenizer_file.is_file():
         return source.run.tokenizer_file.resolve()
     task = source.config["task"]

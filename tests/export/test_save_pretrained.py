@@ -100,3 +100,29 @@ def test_a_model_without_save_pretrained_names_the_state_dict(tmp_path):
     del model.save_pretrained
     with pytest.raises(ConfigError, match=r"Net has no save_pretrained.*dense_state_dict"):
         sp.save_pretrained(model, tmp_path)
+
+
+@pytest.mark.parametrize("given", ["part", "container"])
+def test_names_are_those_of_the_model_that_is_saved(tmp_path, given):
+    model = gpt2()
+    container = nn.Module()
+    container.model = model
+    sp.sparsify(model.transformer if given == "part" else container, "sste", targets=["*.mlp.*"])
+    sp.save_pretrained(model, tmp_path)
+    loaded, told = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
+    assert not told["missing_keys"] and not told["unexpected_keys"]
+    tokens = torch.arange(32)[None]
+    torch.testing.assert_close(loaded.eval()(tokens).logits, model.eval()(tokens).logits)
+
+
+def test_modules_named_like_ours_and_second_handles_are_kept_apart():
+    model = nn.ModuleDict({"sparsity": nn.Linear(8, 8), "a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+    first = sp.sparsify(model, "ste", targets=["a"])
+    second = sp.sparsify(model, "sste", targets=["b"])
+    expected = {f"{name}.{kind}" for name in model for kind in ("weight", "bias")}
+    for handle in (first, second):
+        dense = handle.dense_state_dict()
+        assert dense.keys() == expected
+        assert all((dense[f"{name}.weight"] == 0).double().mean() == 0.5 for name in "ab")

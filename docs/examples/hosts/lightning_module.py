@@ -26,11 +26,12 @@ class Module(lightning.LightningModule):
 
 data = torch.utils.data.TensorDataset(torch.randn(32, 64))
 module = Module()
+sparsity = SparsityCallback("ste", targets=["net.*"])
 trainer = lightning.Trainer(
     accelerator="cpu",
     max_steps=4,
     log_every_n_steps=1,
-    callbacks=[SparsityCallback("ste", targets=["net.*"])],
+    callbacks=[sparsity],
     logger=lightning.loggers.CSVLogger("out"),
 )
 trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=8))

@@ -83,14 +83,16 @@ def forward_objection(layer: nn.Module) -> str:
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
-        torch.random.fork_rng(devices=[]),
+        torch.random.fork_rng(devices=[]),  # the forward may draw
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        torch.manual_seed(0)
         fp32 = _computes_base(layer, base, torch.float32, torch.float32)
-        casts = fp32 and _computes_base(layer, base, torch.bfloat16, torch.float32)
-        equal = casts or (fp32 and _computes_base(layer, base, torch.bfloat16, torch.bfloat16))
+        with torch.autocast("cpu", torch.bfloat16):
+            fp32 = fp32 and _computes_base(layer, base, torch.float32, torch.float32)
+        equal = fp32 and _computes_base(layer, base, torch.bfloat16, torch.float32)
+        if fp32 and not equal and _raises(layer, base):  # it casts nothing
+            equal = _computes_base(layer, base, torch.bfloat16, torch.bfloat16)
     return "" if equal else "a forward that is not F.linear(x, weight.to(x.dtype), bias)"
 
 
@@ -99,10 +101,7 @@ def _computes_base(
 ) -> bool:
     """Return True if small copies of ``layer`` and of the base class compute the same."""
     attributes, shape, inputs = _small(layer)
-    weights = {"weight": _random(shape).to(weight_dtype)}
-    if layer._parameters.get("bias") is not None:
-        outputs = shape[1] if base.__name__ == "Conv1D" else shape[0]
-        weights["bias"] = _random((outputs,)).to(weight_dtype)
+    weights = _small_weights(layer, base, shape, weight_dtype)
 
     def run(cls: type[nn.Module], x: Tensor, training: bool) -> list[Tensor]:
         state = {**attributes, "training": training}
@@ -119,6 +118,27 @@ def _computes_base(
         )
     except Exception:  # of code that is not ours: its forward is no plain matmul
         return False
+
+
+def _raises(layer: nn.Module, base: type[nn.Module]) -> bool:
+    """Return True if the forward of a layer with an fp32 weight refuses an input in bf16."""
+    attributes, shape, (x, *_) = _small(layer)
+    weights = _small_weights(layer, base, shape, torch.float32)
+    try:
+        _output_and_gradients(layer, type(layer), attributes, weights, x.bfloat16())
+    except RuntimeError:
+        return True
+    return False
+
+
+def _small_weights(
+    layer: nn.Module, base: type[nn.Module], shape: tuple[int, ...], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    weights = {"weight": _random(shape).to(dtype)}
+    if layer._parameters.get("bias") is not None:
+        outputs = shape[1] if base.__name__ == "Conv1D" else shape[0]
+        weights["bias"] = _random((outputs,)).to(dtype)
+    return weights
 
 
 def _output_and_gradients(
@@ -163,7 +183,8 @@ def _small(layer: Any) -> tuple[dict[str, Any], tuple[int, ...], list[Tensor]]:
 
 def _random(shape: tuple[int, ...]) -> Tensor:
     # explicit: sparsify may run under torch.device("meta") and another default dtype
-    return torch.randn(shape, dtype=torch.float32, device="cpu")
+    generator = torch.Generator("cpu").manual_seed(sum(shape))  # those of the user go on as before
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def replacement_of(layer: nn.Module) -> type[SparseLayer]:

@@ -196,6 +196,8 @@ class SparseLayer(nn.Module):
     """Axis of in_features in the stored weight."""
     casts_weight: ClassVar[bool] = False
     """True if the replaced class casts weight and bias to the dtype of the input."""
+    ran_in_training: bool = True
+    """Mode of the last forward."""
     weight: Tensor
     bias: Tensor | None
     sparsity: LayerState
@@ -208,7 +210,7 @@ class SparseLayer(nn.Module):
         dtype = self._matmul_dtype(x)
         micro_batches = None
         if not torch.compiler.is_compiling():
-            self.sparse_model.sync()  # counters may have been loaded
+            self._sync()
             if self.training:
                 micro_batches = self._begin_training_forward(x, dtype)
         target, operands = self.operands.get(self.weight, dtype, self.training)
@@ -223,6 +225,14 @@ class SparseLayer(nn.Module):
             x = x.to(self.weight.dtype)
         residual: Tensor | None = self.operands.method.residual(x, self.sparsity)
         return y if residual is None else y + residual.to(y.dtype)
+
+    def _sync(self) -> None:
+        """Follow counters that were loaded, or written while the mode changed."""
+        if self.training is self.ran_in_training:
+            self.sparse_model.sync()
+        else:
+            self.sparse_model.sync_in(training=self.training)
+            self.ran_in_training = self.training
 
     def _multiply(
         self,

@@ -21,6 +21,8 @@ from sparsepretrain.sparsity.matmuls.fp8 import FP8Precision
 from sparsepretrain.sparsity.matmuls.policy import SparseMatmulPolicy
 from sparsepretrain.sparsity.method import Method, title
 
+BUFFERS = ("sparsity_counters", "sparsity_method")
+"""Names of the buffers of the root; a root that is made sparse again has more, with a number."""
 METHOD_BYTES = 64
 """Size of the buffer that holds the title of the method: constant, so that any title loads."""
 
@@ -58,14 +60,16 @@ class ModelState:
         self.flips: Tensor | None = None
         """Flips of the last comparison, (layers,); None: none since a load."""
         self.flip_interval = 1  # steps between the two masks of the last comparison
-        self.check_due = False  # read the counters in the next evaluation: training may average
+        self._data_was_written = False  # writes that raise no version were seen once
+        self._read_in_training = True  # mode of the layers when the counters were last read
         self.left_meta = False  # the buffer left the meta device and has no values yet
         self.baseline_due = False  # weights were replaced: compare masks before the next step
         # a root may be made sparse twice, for other layers: each call has buffers of its own
         ends = itertools.chain([""], (f"_{k}" for k in itertools.count(2)))
-        end = next(end for end in ends if not hasattr(root, f"sparsity_counters{end}"))
-        self.buffer = f"sparsity_counters{end}"
-        self.method_buffer = f"sparsity_method{end}"
+        counters, named = BUFFERS
+        end = next(end for end in ends if not hasattr(root, f"{counters}{end}"))
+        self.buffer = f"{counters}{end}"
+        self.method_buffer = f"{named}{end}"
         size = 2 + len(method.scalars) + 1  # step, compared_at, scalars, checksum
         root.register_buffer(self.buffer, torch.zeros(size, dtype=torch.int64, device=device))
         root.register_buffer(self.method_buffer, _encoded(title(method)).to(device))
@@ -126,12 +130,14 @@ class ModelState:
         # tensors have no count.
         version = 0 if buffer.is_inference() else buffer._version
         is_known = self._seen is not None and self._seen[0] is buffer and self._seen[1] == version
-        if is_known and not always:
+        if is_known and not (always or self._data_was_written):
             return
         if not buffer.is_meta:
             *values, checksum = buffer.tolist()
-            if is_known and [*values, checksum] == self._values():
-                return
+            if is_known:
+                if [*values, checksum] == self._values():
+                    return
+                self._data_was_written = True  # and may be again, such as to swap weights back
             left_meta = self.left_meta
             self._name_method()
             if left_meta and (checksum != _checksum(values) or not any(values)):
@@ -152,6 +158,14 @@ class ModelState:
             self._enter(step)
             self.clock.set(step, buffer.device)
         self._seen = (buffer, version)
+
+    def sync_in(self, *, training: bool) -> None:
+        """Read the counters when layers go from training to evaluation, or back.
+
+        Hosts write averages of the weights there, through ``.data`` (:meth:`sync`).
+        """
+        self.sync(always=training is not self._read_in_training)
+        self._read_in_training = training
 
     def write(self) -> None:
         """Write the integers to buffer, phase and clock, without synchronizing with the device."""
@@ -285,16 +299,7 @@ class ModelState:
             hook.remove()
 
     def before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        """Prepare a forward of the root: drop stale gathered operands, number micro-batches.
-
-        The first evaluation after training reads the counters: an average of weights may have been
-        written through ``.data`` (:meth:`sync`).
-        """
-        if module.training:
-            self.check_due = True
-        elif self.check_due and not torch.compiler.is_compiling():
-            self.check_due = False
-            self.sync(always=True)
+        """Prepare a forward of the root: drop stale gathered operands, number micro-batches."""
         if self.is_sharded:
             # Layers sync when they run, which is too late here: FSDP gathers operands before.
             self.sync()

@@ -220,3 +220,41 @@ def test_copies_written_through_data_are_followed():
     for key, value in model.state_dict().items():
         value.data.copy_(kept[key])
     assert handle.prove().holds and handle.completed_steps == 0
+
+
+def swapped(model, other):
+    """Exchange all values of two models through ``.data``, as Lightning does for an evaluation."""
+    theirs = other.state_dict()
+    for key, value in model.state_dict().items():
+        kept = value.clone()
+        value.data.copy_(theirs[key])
+        theirs[key].data.copy_(kept)
+
+
+@pytest.mark.parametrize("root_runs", [True, False])
+@pytest.mark.parametrize("method", ["tsrste", "sdgf"])
+def test_swapping_an_older_model_in_for_an_evaluation_changes_nothing_else(method, root_runs):
+    model, optimizer, handle = build(method)
+    other, second, reference = build(method)
+    average = copy.deepcopy(model)
+    train(other, second, 0, 6)
+    for step in range(6):
+        train(model, optimizer, step, step + 1)
+        swapped(model, average)
+        model.eval()
+        if root_runs:
+            model(draw(4, 16))
+        else:  # as Lightning calls a validation step
+            model.fc2(torch.relu(model.fc1(draw(4, 16))))
+        assert handle.completed_steps == 0
+        swapped(model, average)
+        model.train()
+    assert handle.completed_steps == reference.completed_steps == 6
+    assert_equal_bits(model.state_dict(), other.state_dict())
+
+
+def test_averages_are_refused_in_evaluations_that_bypass_the_root():
+    model, _, _ = averaged("tsrste")
+    model.eval()
+    with pytest.raises(ConfigError, match="were averaged"):
+        model.fc1(draw(4, 16))

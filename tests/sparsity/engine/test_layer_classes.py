@@ -152,3 +152,38 @@ def test_comparing_a_forward_changes_no_state():
         model = nn.Sequential(Nanochat(16, 32, bias=False))
     sp.sparsify(model, "ste", targets=["*"])
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class CastsInput(nn.Linear):
+    """In the dtype of its weight, whatever the input has."""
+
+    def forward(self, x):
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+
+
+class WithoutAutocast(nn.Linear):
+    def forward(self, x):
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, self.weight.to(x.dtype))
+
+
+@pytest.mark.parametrize("cls", [CastsInput, WithoutAutocast])
+def test_forwards_in_other_dtypes_are_refused(cls):
+    with pytest.raises(ConfigError, match="a forward that is not"):
+        sp.sparsify(network(cls), "ste", targets=["*"])
+
+
+def test_a_forward_that_was_set_on_the_object_is_refused():
+    model = nn.Sequential(nn.Linear(16, 16))
+    model[0].forward = lambda x: x
+    with pytest.raises(ConfigError, match="'0' \\(Linear\\) has a forward of its own object"):
+        sp.sparsify(model, "ste", targets=["*"])
+
+
+def test_draws_of_the_user_go_on_as_before():
+    model = network(Nanochat, bias=False)
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    sp.sparsify(model, "ste", targets=["*"])
+    assert torch.equal(torch.rand(3), expected)
