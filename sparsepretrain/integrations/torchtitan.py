@@ -68,9 +68,10 @@ def sparse_spec(
             def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
                 dense = dict(state_dict)
                 for part in parts:
-                    for key in part.state_dict():
-                        dense.pop(key, None)
-                    dense |= sparsifier_of(part).dense_state_dict(full=False)
+                    given = {key: dense.pop(key, None) for key in part.state_dict()}
+                    for key, value in sparsifier_of(part).dense_tensors(full=False):
+                        like = given[key]  # in the dtype of the export
+                        dense[key] = value if like is None else value.to(like.dtype)
                 converted: dict[str, Any] = super().to_hf(dense)
                 return converted
 

@@ -118,7 +118,7 @@ class Sparsifier:
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """Optimizer that this model is attached to; None: none."""
+        """Optimizer that this model is attached to, or None."""
         return self._state.attachment.optimizer
 
     @property
@@ -165,7 +165,6 @@ class Sparsifier:
             (optimizer, *others),
             sharded=self._rows.is_sharded,
         )
-        self.steps.only_finite = only_finite
         if attached is hooked:
             return
         if attached is not None:
@@ -178,6 +177,7 @@ class Sparsifier:
             mark([layer.weight for layer in self.layers.values()])
         self.method.read_optimizer(hooked)
         self._state.write()  # the optimizer may have changed scalars and phase
+        self.steps.only_finite = only_finite
         self._state.attachment.attach(hooked, self.steps.before, self.steps.after)
         self._state.baseline_due = self.completed_steps == 0
         self.steps.take_baseline()
@@ -225,8 +225,9 @@ class Sparsifier:
     def keep_zeros(self) -> None:
         """Let the fixed masks keep exactly the present non-zeros, which may be fewer than N of M.
 
-        For weights that are sparser than the pattern, such as 75 % unstructured: choosing by
-        magnitude would let some of their zeros train. Call this before :meth:`attach`.
+        For weights with more zeros than the pattern asks for, where choosing by magnitude would let
+        some of them train: 1:4 weights under 2:4, or any zeros with n=4, m=4. Call this before
+        :meth:`attach`; :meth:`reset` chooses by magnitude again.
 
         Raises:
             ConfigError: the method has no fixed mask (``asp`` with ``at=0``, ``slope``), or a group

@@ -214,12 +214,23 @@ def require_text(text: bytes, path: str, at: int) -> None:
         return
     with opened(path) as file:
         before = file.read(max(2, at + wrong))
-    coding = "UTF-16" if before[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
+    remedy = f"convert the file, such as `iconv -f {_coding(before + text)} -t UTF-8`"
+    if what == "a NUL byte" and _coding(before + text) == "LATIN1":
+        remedy = "remove such bytes, as `tr -d '\\000'` does"
     line = before.count(b"\n", 0, at + wrong) + 1
     raise DataError(
-        f"{path}, line {line}: expected UTF-8 text, got {what}: convert the file, such as "
-        f"`iconv -f {coding} -t UTF-8`, or leave it out"
+        f"{path}, line {line}: expected UTF-8 text, got {what}: {remedy}, or leave the file out"
     )
+
+
+def _coding(begin: bytes) -> str:
+    """Guess the encoding of a file that is not UTF-8; half of the bytes of UTF-16 are often 0."""
+    if begin[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return "UTF-16"
+    even, odd = (begin[k:4096:2].count(0) for k in (0, 1))
+    if max(even, odd) > min(len(begin), 4096) / 8:
+        return "UTF-16LE" if odd > even else "UTF-16BE"
+    return "LATIN1"
 
 
 def _goes_on(path: str, at: int) -> bool:

@@ -112,17 +112,17 @@ def hook_step(optimizer: Optimizer, before: Any, after: Any) -> tuple[RemovableH
     hooks: dict[int, Any] = OrderedDict()
     handle = RemovableHandle(hooks)
     hooks[handle.id] = None
-    inner = vars(optimizer).get("step", type(optimizer).step)  # a scheduler may have wrapped it
-    is_bound = "step" in vars(optimizer)
+    own = vars(optimizer).get("step")  # a scheduler may have wrapped it
 
-    @functools.wraps(inner)
+    @functools.wraps(type(optimizer).step if own is None else own)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        inner = own or functools.partial(type(self).step, self)
         if not hooks:  # detached
-            return inner(*args, **kwargs) if is_bound else inner(self, *args, **kwargs)
+            return inner(*args, **kwargs)
         changed = before(self, (self, *args), kwargs)
         if changed is not None:
             (_, *args), kwargs = changed
-        result = inner(*args, **kwargs) if is_bound else inner(self, *args, **kwargs)
+        result = inner(*args, **kwargs)
         after(self, (self, *args), kwargs)
         return result
 

@@ -85,6 +85,9 @@ def test_a_byte_order_mark_is_dropped(tmp_path):
 NO_TEXT = {
     "NUL": (b"a line\nsheep\0goats\n", 2, "a NUL byte"),
     "UTF-16": ("a line\nsheep\n".encode("utf-16"), 1, "iconv -f UTF-16"),
+    "UTF-16LE": ("a line\nsheep\n".encode("utf-16-le"), 1, "iconv -f UTF-16LE"),
+    "UTF-16BE": ("a line\nsheep\n".encode("utf-16-be"), 1, "iconv -f UTF-16BE"),
+    "NUL in UTF-8": ("a line\nSchäfer\0und Schaf\n".encode(), 2, r"tr -d '\\000'"),
     "Latin-1": ("a line\nSchäfer\n".encode("latin-1"), 2, "iconv -f LATIN1"),
     "PNG": (b"\x89PNG\r\n\x1a\n" + bytes(range(256)), 1, "not UTF-8|NUL"),
     "truncated": (b"a line\n" + "羊".encode()[:2], 2, "not UTF-8"),
