@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from operator import attrgetter
 from typing import Any
 
@@ -220,10 +221,11 @@ def resolve_targets(targets: str | list[str], task: Task, model: nn.Module) -> l
     roles = task.roles
     patterns: list[str] = []
     named = [targets] if isinstance(targets, str) else targets
+    globs = [target.removeprefix("!") for target in named if target not in roles]
     for target in named:
         if target in roles:
             if task.recipe.guesses_roles:
-                require_known_layers(target, roles, model)
+                require_known_layers(target, roles, model, globs)
             patterns += roles[target]
         elif any(c in target for c in "*?[.!"):
             patterns.append(target)
@@ -235,8 +237,13 @@ def resolve_targets(targets: str | list[str], task: Task, model: nn.Module) -> l
     return list(dict.fromkeys(patterns))
 
 
-def require_known_layers(alias: str, roles: dict[str, list[str]], model: nn.Module) -> None:
-    """Refuse an alias without layers, and one that would leave out layers of its blocks."""
+def require_known_layers(
+    alias: str, roles: dict[str, list[str]], model: nn.Module, decided: Sequence[str] = ()
+) -> None:
+    """Refuse an alias without layers, and one that would leave out layers of its blocks.
+
+    ``decided``: globs of layers that the user has named, to be sparse or to be left out.
+    """
     linear = []
     weights = []
     for name, module in model.named_modules():
@@ -256,7 +263,12 @@ def require_known_layers(alias: str, roles: dict[str, list[str]], model: nn.Modu
                 )
             ]
         )
-    if missing := unassigned(alias, weights, roles):
+    missing = [
+        name
+        for name in unassigned(alias, weights, roles)
+        if not any(fnmatchcase(name, glob) for glob in decided)
+    ]
+    if missing:
         raise ConfigError(
             [
                 (
@@ -345,27 +357,39 @@ def keep_zeros(sparsifier: Sparsifier) -> None:
         raise ConfigError([("init.mask", f"=zeros: {text}") for text in error.messages]) from error
 
 
+MEANT = 0.1
+"""Share of groups with too many non-zeros below which a weight was meant to be N:M."""
+
+
 def zeros_note(model: nn.Module, sparsifier: Sparsifier) -> str:
     """Return a note if layers of the initial weights are N:M and will not stay so, or ""."""
-    if sparsifier.method.keeps_zeros:
-        return ""
     n, m = sparsifier.method.options.n, sparsifier.method.options.m
+    kept = sparsifier.layers.values() if sparsifier.method.keeps_zeros else ()
     sparse = 0
+    exceptions = 0
     for module in model.modules():
-        if layer_family(type(module)) is None or module._parameters.get("weight") is None:
+        family = layer_family(type(module))
+        weight: Any = module._parameters.get("weight")
+        if n == m or family is None or weight is None or any(module is layer for layer in kept):
             continue
-        weight: Any = module.weight
-        axis = 0 if layer_family(type(module)) not in (nn.Linear, nn.Conv2d) else 1
-        if weight.shape[axis] % m == 0:
+        axis = 1 if family in (nn.Linear, nn.Conv2d) else 0
+        if weight.shape[axis] % m == 0 and weight.any():
             groups = (weight != 0).movedim(axis, -1).unflatten(-1, (-1, m)).sum(-1)
-            sparse += bool((groups <= n).all())
+            full = int((groups > n).sum())
+            if full < MEANT * groups.numel():
+                sparse += 1
+                exceptions += full
     if not sparse:
         return ""
-    name = sparsifier.method.options.name
-    return (
-        f"note: {sparse} layers of the checkpoint are {n}:{m}, and sparsity={name} trains their "
-        "zeros too: sparsity=asp sparsity.at=0 keeps them"
-    )
+    method = sparsifier.method
+    are = "layer of the checkpoint is" if sparse == 1 else "layers of the checkpoint are"
+    but = f" but for {exceptions:,} groups" if exceptions else ""
+    trains = f"sparsity={method.options.name} trains their zeros too"
+    keeps = "sparsity=asp sparsity.at=0"
+    if method.keeps_zeros:
+        trains = "they are not among the targets: their zeros train"
+        keeps = "sparsity.targets with these layers"
+    return f"note: {sparse} {are} {n}:{m}{but}, and {trains}: {keeps} keeps them"
 
 
 def restore_method(sparsifier: Sparsifier, state: State) -> None:

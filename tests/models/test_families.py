@@ -70,6 +70,7 @@ def test_a_layer_without_a_role_is_an_error(family):
         ):
             require_known_layers(alias, roles, model)
     require_known_layers("attention", roles, model)
+    require_known_layers("ffn", roles, model, ["*.extra_gate"])  # the user has decided about it
     assert name
 
 

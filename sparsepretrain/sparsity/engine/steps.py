@@ -187,13 +187,21 @@ def require_own_weights(layers: Mapping[str, SparseLayer]) -> None:
     torch.nn.utils.prune, weight_norm and parametrizations replace the Parameter ``weight`` by one
     of another name; the optimizer then trains that one, and J would be lost.
     """
+    for name, layer in layers.items():
+        shape = tuple(layer.weight.shape)
+        if shape != layer.sparsity.shape:
+            raise ConfigError(
+                f"the weight of {name!r} has the shape {shape} since sparsify, and had "
+                f"{layer.sparsity.shape}: FullyShardedDataParallel (FSDP1) and DeepSpeed flatten "
+                "weights, which then have no masks; use fully_shard"
+            )
     computed = [name for name, layer in layers.items() if "weight" not in layer._parameters]
     if computed:
         more = f" and {len(computed) - 1} more layers" if len(computed) > 1 else ""
         raise ConfigError(
             f"the weight of {computed[0]!r}{more} is computed from another tensor since sparsify "
-            "(torch.nn.utils.prune, weight_norm or a parametrization): remove that, or do it first "
-            "and exclude the layer"
+            "(torch.nn.utils.prune, weight_norm, a parametrization): remove that, or do it first "
+            "and exclude the layer; FullyShardedDataParallel (FSDP1) does it too: use fully_shard"
         )
 
 

@@ -258,3 +258,20 @@ def test_averages_are_refused_in_evaluations_that_bypass_the_root():
     model.eval()
     with pytest.raises(ConfigError, match="were averaged"):
         model.fc1(draw(4, 16))
+
+
+@pytest.mark.parametrize("shape", [(512,), (0,), (256, 2)])
+@pytest.mark.parametrize("when", ["before attach", "after attach"])
+def test_flattened_weights_are_refused(shape, when):
+    """As FullyShardedDataParallel and DeepSpeed leave them."""
+    model = Net()
+    handle = sparsify(model, "ste")
+    if when == "after attach":
+        optimizer = attached(handle, torch.optim.SGD(model.parameters(), lr=0.1))
+        train(model, optimizer, 0, 1)
+    model.fc1.weight.data = torch.zeros(shape, dtype=torch.float64)
+    with pytest.raises(ConfigError, match=r"'fc1' has the shape .* flatten .* use fully_shard"):
+        if when == "after attach":
+            optimizer.step()
+        else:
+            handle.attach(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -1,6 +1,7 @@
 """Checkpoints as other people write them: names of directories, quantized weights."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -97,6 +98,35 @@ def test_zeros_that_will_train_are_noted(tmp_path, sparsity):
         f"{NOTE}, and sparsity={sparsity} trains their zeros too: sparsity=asp sparsity.at=0"
         in text
     )
+
+
+CASES = {
+    "exceptions": (lambda w: w[:4, :1].fill_(1.0), "4 layers .* are 2:4 but for 4 groups, and"),
+    "zeros": (lambda w: w.zero_(), ""),
+    "dense": (lambda w: w.fill_(1.0), ""),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layers_that_were_meant_to_be_sparse_are_counted(tmp_path, case):
+    change, expected = CASES[case]
+    model = pruned(tmp_path / "model", 2)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if ".mlp." in name and weight.dim() == 2:
+                change(weight)
+    model.save_pretrained(tmp_path / "model")
+    _, out, _ = fine_tuned(tmp_path, "sparsity=ste")
+    text = " ".join(out.split())
+    assert re.search(expected, text) if expected else "of the checkpoint" not in text
+
+
+def test_sparse_layers_that_are_no_targets_are_noted(tmp_path):
+    pruned(tmp_path / "model", 2)
+    words = ("sparsity=asp", "sparsity.at=0", 'sparsity.targets=["*.mlp.c_fc"]')
+    _, out, _ = fine_tuned(tmp_path, *words)
+    text = " ".join(out.split())
+    assert "note: 2 layers of the checkpoint are 2:4, and they are not among the targets" in text
 
 
 def test_the_proposed_words_keep_the_zeros(tmp_path):
