@@ -282,12 +282,27 @@ def _tokenize_shard(job: _Job, codec: Codec, shard: Shard) -> int:
     count = 0
     with replacing(job.file(shard)) as stream:
         for documents in _batches(job.source.documents(shard)):
-            encoded = codec.encode([text for text, _ in documents])
+            texts = [text for text, _ in documents]
+            _refuse_ends(codec, texts, job.source)
+            encoded = codec.encode(texts)
             for ids, (_, last) in zip(encoded, documents, strict=True):
                 for part in (ids.astype(job.dtype, copy=False), end if last else end[:0]):
                     stream.write(part.data)
                     count += len(part)
     return count
+
+
+def _refuse_ends(codec: Codec, texts: list[bytes | str], source: Source) -> None:
+    """Refuse byte 0 within a text of bytes, where it ends a document."""
+    if not isinstance(codec, ByteCodec):
+        return
+    for text in texts:
+        if (b"\0" if isinstance(text, bytes) else "\0") in text:  # type: ignore[operator]
+            begin = text[:40] if isinstance(text, str) else text[:40].decode(errors="replace")
+            raise DataError(
+                f"{source.options.name}: the text that begins with {begin!r} has a NUL character, "
+                "which ends a document of tokenizer=bytes: remove it, or choose another tokenizer"
+            )
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:

@@ -11,12 +11,15 @@ import json
 import warnings
 
 import pytest
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from sparsepretrain.cli import main
 from sparsepretrain.data.encoding import FileCodec
 from sparsepretrain.data.preparation import load, prepare
 from sparsepretrain.errors import ConfigError, DataError, SparsePretrainWarning
+from sparsepretrain.runs import weights
+from sparsepretrain.training.derive import tokenizer_file
 
 TEXT = "The sheep eats the grass and the goat eats the thistle.\n"
 
@@ -173,8 +176,6 @@ def test_pairs_end_with_the_named_token(options, tokenizer, tmp_path):
 
 
 def test_runs_fine_tuning_and_export_carry_it(tokenizer, tmp_path, monkeypatch):
-    from transformers import AutoTokenizer
-
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text(TEXT * 200)
     file = tokenizer("<PAD>", "<EOT>")
@@ -187,7 +188,7 @@ def test_runs_fine_tuning_and_export_carry_it(tokenizer, tmp_path, monkeypatch):
     assert main(["train", *small, *text, *words, "data.end_of_text='<EOT>'"]) == 0
     (run,) = tmp_path.glob("runs/*/*")
     assert main(["export", str(run)]) == 0
-    exported = AutoTokenizer.from_pretrained(run / "export/hf")
+    exported = transformers.AutoTokenizer.from_pretrained(run / "export/hf")
     assert exported.eos_token == "<EOT>"
     for place in (run, run / "export/hf"):
         file.unlink(missing_ok=True)  # the run and its export have the tokenizer
@@ -197,3 +198,34 @@ def test_runs_fine_tuning_and_export_carry_it(tokenizer, tmp_path, monkeypatch):
         assert main(["finetune", str(place), "task=wikitext2", *text, *tuning]) == 0
         (tuned,) = out.glob("*/*")
         assert FileCodec(tuned / "tokenizer.json").ends == ["<EOT>"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_nul_characters_in_rows_are_no_end_of_text(options, tmp_path, kind):
+    file = tmp_path / f"a.{kind}"
+    rows = ["one", "two\0three"]
+    if kind == "jsonl":
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.table({"text": rows}), file)
+    settings = {"path": "json" if kind == "jsonl" else kind, "data_files": [str(file)]}
+    chosen = options("document_files", **settings, tokenizer="bytes", validation=0.0)
+    with pytest.raises(DataError, match=r"begins with 'two\\x00three' has a NUL character"):
+        prepare(chosen, workers=1)
+
+
+def test_a_snapshot_of_links_keeps_the_settings_of_its_tokenizer(tokenizer, tmp_path):
+    """As the cache of the Hugging Face hub is laid out."""
+    file = tokenizer("</s>", "<EOT>", tokenizer_config={"eos_token": "<EOT>"})
+    snapshot, blobs = tmp_path / "snapshots/1", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        file.with_name(name).rename(blobs / name[::-1])
+        (snapshot / name).symlink_to(blobs / name[::-1])
+    config = transformers.GPT2Config(vocab_size=300, n_embd=16, n_layer=1, n_head=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained(snapshot)
+    found = tokenizer_file(weights.find(snapshot, print))
+    assert FileCodec(found).ends == ["<EOT>"]

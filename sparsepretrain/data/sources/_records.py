@@ -11,7 +11,7 @@ from typing import Any
 from sparsepretrain.data.source import SPLITS, Document, Shard, Source, SourceOptions, ranges
 from sparsepretrain.data.sources._files import TextFile, match, refuse_shared
 from sparsepretrain.data.sources._hub import load_rows
-from sparsepretrain.data.sources._rows import SUFFIXES, Piece, Row, cut, format_of, located
+from sparsepretrain.data.sources._rows import KNOWN, Piece, Row, cut, format_of, located
 from sparsepretrain.errors import Problems
 
 SHARD_ROWS = 16384
@@ -48,7 +48,7 @@ class RecordOptions(SourceOptions):
                 if format_of(entry) is None:
                     # shipped configurations name hub splits
                     hint = f"; give files for data.{key} too, or data.{key}=[]"
-                    yield key, f"{entry!r} is not a {', '.join(SUFFIXES)} file{hint}"
+                    yield key, f"{entry!r} is not a {KNOWN} file{hint}"
         if not self.local and not self.path:
             yield "path", "must be a hub repository, or let data.train name files"
 

@@ -19,15 +19,16 @@ Row = dict[str, Any]
 
 Format = Literal["json", "parquet"]
 SUFFIXES: dict[str, Format] = {
-    ".jsonl": "json",
-    ".json": "json",
-    ".jsonl.gz": "json",
-    ".json.gz": "json",
-    ".jsonl.zst": "json",
-    ".json.zst": "json",
+    **{
+        f"{kind}{compression}": "json"
+        for kind in (".jsonl", ".ndjson", ".json")
+        for compression in ("", ".gz", ".bz2", ".xz", ".zst")
+    },
     ".parquet": "parquet",
 }
 """End of a file name -> its format."""
+KNOWN = ".jsonl, .ndjson, .json (plain, .gz, .bz2, .xz or .zst) or .parquet"
+""":data:`SUFFIXES` in words."""
 
 BATCH = 1024
 """Rows of a Parquet file that are decoded at a time."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from sparsepretrain.data.source import SPLITS, Document, Shard, SourceOptions, TokenOptions
 from sparsepretrain.data.sources._files import TextFile, match, refuse_shared
 from sparsepretrain.data.sources._hub import HubOptions, HubSource
-from sparsepretrain.data.sources._rows import SUFFIXES, Row, cut, format_of, located, text
+from sparsepretrain.data.sources._rows import KNOWN, Row, cut, format_of, located, text
 from sparsepretrain.errors import DataError, Problems
 from sparsepretrain.registry import register
 
@@ -36,7 +36,7 @@ class Options(HubOptions, TokenOptions):
         for split in SPLITS if self.local else ():
             if split not in self.local and (name := getattr(self, split)) is not None:
                 hint = f"; give a file for data.{split} too, or data.{split}=null"
-                yield split, f"{name!r} is not a {', '.join(SUFFIXES)} file{hint}"
+                yield split, f"{name!r} is not a {KNOWN} file{hint}"
         if self.languages[0] == self.languages[1]:
             yield "languages", f"must be two different codes, got {list(self.languages)}"
 

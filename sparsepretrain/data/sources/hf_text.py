@@ -21,7 +21,7 @@ from sparsepretrain.data.source import (
 )
 from sparsepretrain.data.sources._files import TextFile, match, refuse_shared
 from sparsepretrain.data.sources._hub import HubOptions, HubSource
-from sparsepretrain.data.sources._rows import Format, Piece, Row, cut, located, text
+from sparsepretrain.data.sources._rows import Format, Piece, Row, cut, format_of, located, text
 from sparsepretrain.errors import DataError, Problems
 from sparsepretrain.registry import register
 
@@ -53,6 +53,12 @@ class Options(HubOptions, TextOptions):
             yield "data_files", f"must name local files for data.path={self.path}"
         if self.path not in LOADERS and self.data_files is not None:
             yield "data_files", f"needs data.path to be one of {', '.join(LOADERS)}"
+        files = self.data_files or []
+        entries = files if isinstance(files, list) else [e for each in files.values() for e in each]
+        for entry in entries if self.path in READ else ():
+            if (found := format_of(entry)) and found != self.path:
+                yield "path", f"is {self.path}, and {entry!r} is {found}: data.path={found}"
+                break
         if self.rows == "lines" and self.validation != 0 and isinstance(self.validation, float):
             yield "validation", "must be 0 or name a split where data.rows=lines"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -9,7 +10,7 @@ from typing import ClassVar
 from sparsepretrain.data.source import TEST, VALIDATION, SourceOptions, TextOptions
 from sparsepretrain.data.sources._files import FileSource, TextFile, match, refuse_shared
 from sparsepretrain.data.sources._rows import format_of
-from sparsepretrain.errors import Problems
+from sparsepretrain.errors import Problems, SparsePretrainWarning
 from sparsepretrain.registry import register
 
 
@@ -28,12 +29,17 @@ class Options(TextOptions):
         for key in ("files", "validation", "test"):
             entries = getattr(self, key)
             for entry in entries if isinstance(entries, list) else ():
-                if format_of(entry) and not entry.endswith(".json"):  # code corpora have JSON files
+                if _holds_rows(entry):
                     has = f"has {entry!r}, which holds rows, not plain text"
                     yield key, f"{has}: use data=document_files"
         for key in ("validation", "test"):
             if getattr(self, key) == []:
                 yield key, "must name at least one file or glob"
+
+
+def _holds_rows(name: str) -> bool:
+    """Return True for a file or glob of rows; not for .json, which corpora of code have."""
+    return format_of(name) is not None and not name.endswith(".json")
 
 
 @register("source", "text_files")
@@ -44,7 +50,16 @@ class TextFiles(FileSource):
     is_text = True
 
     def find(self) -> list[TextFile]:
-        return self._match("files")
+        files = self._match("files")
+        rows = [file.path for file in files if _holds_rows(file.path)]
+        if rows:
+            warnings.warn(
+                f"data.files: {len(rows)} files hold rows, such as {rows[0]}, and are read as "
+                "plain text: data=document_files reads a column of them",
+                SparsePretrainWarning,
+                stacklevel=2,
+            )
+        return files
 
     @cached_property
     def held_out(self) -> dict[str, list[TextFile]]:

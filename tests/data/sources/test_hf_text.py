@@ -12,7 +12,7 @@ from sparsepretrain.data import hub
 from sparsepretrain.data.order import windows
 from sparsepretrain.data.preparation import load, prepare
 from sparsepretrain.data.sources import _rows, hf_text
-from sparsepretrain.errors import DataError
+from sparsepretrain.errors import ConfigError, DataError
 
 datasets = pytest.importorskip("datasets")
 huggingface_hub = pytest.importorskip("huggingface_hub")
@@ -271,3 +271,13 @@ def test_overlapping_splits_are_refused(options, tmp_path, cache, changes, messa
         prepare(options("text_files", files=[f"{tmp_path}/train*.txt"], **changes))
     assert str(caught.value) == message.format(tmp_path)
     assert_nothing_prepared(cache)
+
+
+@pytest.mark.parametrize(("path", "file"), [("json", "a.parquet"), ("parquet", "a.jsonl.gz")])
+@pytest.mark.parametrize("split", [False, True])
+def test_files_of_another_format_are_refused(options, path, file, split):
+    files = {"train": [file]} if split else [file]
+    with pytest.raises(
+        ConfigError, match=rf"data\.path is {path}, and '{file}' is \w+: data.path="
+    ):
+        options("document_files", path=path, data_files=files)

@@ -11,7 +11,7 @@ import zstandard
 from sparsepretrain.data.sources import _files
 from sparsepretrain.data.sources._files import require_text
 from sparsepretrain.data.sources.text_files import Options, TextFiles
-from sparsepretrain.errors import DataError
+from sparsepretrain.errors import DataError, SparsePretrainWarning
 
 TEXT = "".join(f"line {i} of the shepherd: sheep, Schäfer, 羊\n" for i in range(2000)).encode()
 COMPRESS = {
@@ -132,3 +132,12 @@ def test_what_a_glob_does_not_find_is_explained(tmp_path):
     (folder / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
     with pytest.raises(DataError, match=r"gone\.txt is a link to a file that does not exist"):
         read(source(f"{tmp_path}/data [[]v2]/*.txt"))
+
+
+@pytest.mark.parametrize("end", ["jsonl", "ndjson", "jsonl.xz", "json.gz", "parquet"])
+def test_files_of_rows_that_a_glob_finds_are_one_warning(tmp_path, end):
+    (tmp_path / "a.txt").write_bytes(TEXT)
+    (tmp_path / "b.json").write_text("[]")  # corpora of code have these
+    (tmp_path / f"c.{end}").write_bytes(b'{"text": "sheep"}\n')
+    with pytest.warns(SparsePretrainWarning, match=rf"1 files hold rows, such as .*c\.{end}"):
+        source(tmp_path / "*").find()
