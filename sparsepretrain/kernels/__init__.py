@@ -28,7 +28,7 @@ from sparsepretrain.kernels.masks import (
     unpacked,
 )
 from sparsepretrain.kernels.mvue24 import mvue
-from sparsepretrain.kernels.nm import nm_mask, nm_prune
+from sparsepretrain.kernels.nm import nm_mask, nm_prune, nonzeros_per_group
 from sparsepretrain.kernels.noise import uniform_like, uniform_noise
 from sparsepretrain.kernels.packed24 import compress_24, matmul_24
 from sparsepretrain.kernels.sdgp import prune_gradient
@@ -64,6 +64,7 @@ __all__ = [
     "nm_prune",
     "no_fp8_matmuls",
     "noise_key",
+    "nonzeros_per_group",
     "optimal_scale",
     "pack_24",
     "pack_rows",

@@ -55,6 +55,22 @@ def nm_mask(
     return pack_rows(mask) if packed and mask.dtype == torch.bool else mask
 
 
+def nonzeros_per_group(x: Tensor, m: int, *, dim: int = -1) -> Tensor:
+    """Count the non-zeros of every M consecutive elements along ``dim``.
+
+    Args:
+        x: any dtype and shape; NaN counts.
+        m: size of a group.
+        dim: axis of the groups; its size must be a multiple of ``m``.
+
+    Returns:
+        int64, of the shape of ``x`` with ``size / m`` entries along ``dim``.
+    """
+    check_pattern("nonzeros_per_group", x, 1, m, dim)
+    dim %= x.dim()
+    return (x != 0).unflatten(dim, (-1, m)).sum(dim + 1)
+
+
 def _by_comparing(keys: Tensor, n: int, m: int, dim: int, ties: str) -> Tensor:
     """Keep each element that beats at least M - N others; faster than sorting up to M = 32."""
     parts = keys.unflatten(dim, (-1, m)).movedim(dim + 1, 0).contiguous().unbind(0)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sparsepretrain.kernels import nonzeros_per_group
 from sparsepretrain.kernels.cusparselt.packed24 import version
 from sparsepretrain.sparsity.engine.layer_classes import dense_weights, sparse_class
 from sparsepretrain.sparsity.engine.layers import SparseLayer
@@ -257,9 +258,8 @@ class Proof:
 
 def nm_holds(weight: Tensor, n: int, m: int, dim: int) -> Tensor:
     """Return True if every group of m has at most n non-zeros and all zeros are +0.0; 0-d bool."""
-    zero = weight == 0
-    fits: Tensor = ((~zero).unflatten(dim, (-1, m)).sum(dim + 1) <= n).all()
-    return fits & ~(zero & weight.signbit()).any()
+    fits: Tensor = (nonzeros_per_group(weight, m, dim=dim) <= n).all()
+    return fits & ~((weight == 0) & weight.signbit()).any()
 
 
 @torch.no_grad()

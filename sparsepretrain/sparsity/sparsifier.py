@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsepretrain.errors import CheckpointError, ConfigError
-from sparsepretrain.kernels import pack_rows
+from sparsepretrain.kernels import nonzeros_per_group, pack_rows
 from sparsepretrain.sparsity.coverage import Coverage, Proof, cover, prove
 from sparsepretrain.sparsity.engine.attachments import holder_of
 from sparsepretrain.sparsity.engine.layers import SparseLayer, is_dtensor
@@ -244,10 +244,9 @@ class Sparsifier:
         kept = {name: layer.weight != 0 for name, layer in self.layers.items()}
         full = []
         for name, mask in kept.items():
-            dim = self.layers[name].in_dim
-            groups = mask.movedim(dim, -1).unflatten(-1, (-1, m)).sum(-1)
-            if count := int((groups > n).sum()):
-                full.append(f"{name} ({count:,} of {groups.numel():,})")
+            nonzeros = nonzeros_per_group(mask, m, dim=self.layers[name].in_dim)
+            if count := int((nonzeros > n).sum()):
+                full.append(f"{name} ({count:,} of {nonzeros.numel():,})")
         if full:
             more = f" and {len(full) - 3} more layers" if len(full) > 3 else ""
             raise ConfigError(

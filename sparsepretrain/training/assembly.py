@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from sparsepretrain import registry
+from sparsepretrain import kernels, registry
 from sparsepretrain.config import freeze, validate
 from sparsepretrain.config.groups import ScaledPrecision
 from sparsepretrain.config.schema import Run
@@ -374,9 +374,9 @@ def zeros_note(model: nn.Module, sparsifier: Sparsifier) -> str:
             continue
         axis = 1 if family in (nn.Linear, nn.Conv2d) else 0
         if weight.shape[axis] % m == 0 and weight.any():
-            groups = (weight != 0).movedim(axis, -1).unflatten(-1, (-1, m)).sum(-1)
-            full = int((groups > n).sum())
-            if full < MEANT * groups.numel():
+            nonzeros = kernels.nonzeros_per_group(weight, m, dim=axis)
+            full = int((nonzeros > n).sum())
+            if full < MEANT * nonzeros.numel():
                 sparse += 1
                 exceptions += full
     if not sparse:

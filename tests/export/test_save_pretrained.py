@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
 from torch import nn
 
 import sparsepretrain as sp
@@ -90,6 +91,25 @@ def test_save_pretrained_of_transformers_warns_once(tmp_path):
         other = gpt2()
         sparsify(other, "dense").attach(torch.optim.SGD(other.parameters(), lr=0.1))
         other.save_pretrained(tmp_path / "c")
+
+
+@pytest.mark.parametrize("function", ["save_state", "get_state_dict", "save_model"])
+def test_accelerate_is_warned_of_where_it_collects_dense_weights(tmp_path, function):
+    model = gpt2()
+    sparsify(model, "ste")
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", SparsePretrainWarning)
+        if function == "save_state":
+            accelerator.save_state(tmp_path)  # training goes on from it
+        elif function == "save_model":
+            accelerator.save_model(model, tmp_path)
+        else:
+            model.save_pretrained(tmp_path, state_dict=accelerator.get_state_dict(model))
+    ours = [str(w.message) for w in caught if w.category is SparsePretrainWarning]
+    assert len(ours) == (function != "save_state")
+    assert all(text.startswith(f"{function} takes the stored weights") for text in ours)
 
 
 def test_a_model_without_save_pretrained_names_the_state_dict(tmp_path):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from sparsepretrain import kernels
 from sparsepretrain.kernels import (
     apply_mask,
     masked_decay_,
@@ -107,3 +108,14 @@ def test_packing_follows_strides():
     wide = torch.rand(16, 24, generator=torch.Generator().manual_seed(0)) < 0.5
     for mask in (wide.t(), wide[1:, :12]):
         assert torch.equal(unpack_24(pack_24(mask), mask.shape), mask)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1])
+def test_nonzeros_are_counted_by_groups_of_any_axis(dim):
+    x = torch.zeros(8, 8, 8)
+    x[0, 1, 2], x[3, 3, 3], x[3, 2, 3], x[7, 7, 7] = 1.0, -2.0, float("nan"), -0.0
+    counts = kernels.nonzeros_per_group(x, 4, dim=dim)
+    groups = (x != 0).movedim(dim, -1).unflatten(-1, (-1, 4)).sum(-1)
+    assert torch.equal(counts.movedim(dim, -1), groups) and counts.sum() == 3
+    with pytest.raises(ValueError, match=r"nonzeros_per_group: axis .* not a multiple of M = 3"):
+        kernels.nonzeros_per_group(x, 3, dim=dim)

@@ -104,7 +104,7 @@ def hook_step(optimizer: Optimizer, before: Any, after: Any) -> tuple[RemovableH
     ``Optimizer.__init__`` gives the class a step that calls hooks. Optimizers that leave it out, as
     timm's Lookahead does, take hooks without calling them: the step of the object is wrapped.
     """
-    if getattr(optimizer.step, "hooked", False):  # schedulers wrap it and keep this mark of torch
+    if getattr(optimizer.step, "hooked", False):
         return (
             optimizer.register_step_pre_hook(before),
             optimizer.register_step_post_hook(after),
@@ -126,6 +126,7 @@ def hook_step(optimizer: Optimizer, before: Any, after: Any) -> tuple[RemovableH
         after(self, (self, *args), kwargs)
         return result
 
+    step.wrapped_for_hooks = True  # type: ignore[attr-defined]
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     return (handle,)
 
@@ -193,7 +194,31 @@ def unwrapped(optimizer: Any) -> Optimizer:
         optimizer = getattr(outer, "optimizer", None)
         if optimizer is None or optimizer is outer:
             raise ConfigError(f"attach needs a torch optimizer, got {kind}")
+        if isinstance(optimizer, Optimizer) and _keeps_step(outer, optimizer):
+            raise ConfigError(
+                f"attach: {kind} has kept the step of {type(optimizer).__name__}, which calls no "
+                "hooks: attach to the optimizer first, and wrap it afterwards"
+            )
     return optimizer
+
+
+def _keeps_step(wrapper: Any, optimizer: Optimizer) -> bool:
+    """Return True if ``wrapper`` calls a step of ``optimizer`` that :func:`hook_step` cannot wrap.
+
+    Accelerate keeps the step of the object when it scales gradients of float16.
+    """
+    kept = [
+        value
+        for value in getattr(wrapper, "__dict__", {}).values()
+        if isinstance(value, MethodType) and value.__self__ is optimizer
+    ]
+    return any(v.__name__ == "step" and not _calls_hooks(v) for v in kept)
+
+
+def _calls_hooks(step: Any) -> bool:
+    """Return True if torch, or :func:`hook_step`, made this step call hooks."""
+    # schedulers wrap it and keep this mark of torch
+    return getattr(step, "hooked", False) or getattr(step, "wrapped_for_hooks", False)
 
 
 def holder_of(

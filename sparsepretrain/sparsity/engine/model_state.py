@@ -217,20 +217,26 @@ class ModelState:
         if self._warned_of_saving or not self.method.phase.evaluation:
             return
         frame: Any = sys._getframe(1)
-        saves = False
+        saving = None
         while frame is not None:
-            if frame.f_code.co_name == "_save_checkpoint":
-                return  # of transformers' Trainer, which continues from it
-            if frame.f_code.co_name == "save_pretrained":
-                saves = True
-                if frame.f_globals["__name__"].startswith("sparsepretrain."):
-                    return  # ours passes the sparse weights
+            function = frame.f_code.co_name
+            package = frame.f_globals.get("__name__", "").partition(".")[0]
+            if function in ("_save_checkpoint", "save_state"):
+                return  # of transformers' Trainer and Accelerate, which continue from it
+            if function == "save_pretrained" and package == "sparsepretrain":
+                return  # ours passes the sparse weights
+            # a Trainer collects the weights of sharded models before it calls save_pretrained
+            collects = package in ("accelerate", "transformers", "trl")
+            if function == "save_pretrained" or (
+                collects and function in ("get_state_dict", "save_model")
+            ):
+                saving = function
             frame = frame.f_back
-        if not saves:
+        if saving is None:
             return
         self._warned_of_saving = True
         warnings.warn(
-            "save_pretrained writes the stored weights of a sparse model, which are dense: a run "
+            f"{saving} takes the stored weights of a sparse model, which are dense: a run "
             "can continue from them, but a plain from_pretrained computes something else. Use "
             "sparsepretrain.save_pretrained(model, directory) to write the sparse weights",
             SparsePretrainWarning,

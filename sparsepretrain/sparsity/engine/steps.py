@@ -49,6 +49,7 @@ class Steps:
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Apply J. A closure is wrapped, because gradients exist only after it has run."""
         require_own_weights(self.layers)
+        require_held(self.layers, optimizer)
         self.state.attachment.inside_step = True  # a closure may run forwards there
         self.take_baseline()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -202,6 +203,28 @@ def require_own_weights(layers: Mapping[str, SparseLayer]) -> None:
             f"the weight of {computed[0]!r}{more} is computed from another tensor since sparsify "
             "(torch.nn.utils.prune, weight_norm, a parametrization): remove that, or do it first "
             "and exclude the layer; FullyShardedDataParallel (FSDP1) does it too: use fully_shard"
+        )
+
+
+def require_held(layers: Mapping[str, SparseLayer], optimizer: Optimizer) -> None:
+    """Refuse weights that left the optimizer since ``attach``: it trains other tensors.
+
+    DeepSpeed gives the optimizer flat partitions of the weights, and
+    ``load_state_dict(assign=True)`` gives the model other Parameters.
+    """
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    gone = []
+    for name, layer in layers.items():
+        parameter = layer.operands.rows.parameter(layer.weight)
+        if parameter.requires_grad and id(parameter) not in held:
+            gone.append(name)
+    if gone:
+        more = f" and {len(gone) - 1} more layers" if len(gone) > 1 else ""
+        raise ConfigError(
+            f"the weight of {gone[0]!r}{more} is not in the {type(optimizer).__name__} that the "
+            "sparsifier is attached to: build the optimizer after load_state_dict(assign=True), "
+            "and attach again; DeepSpeed, which replaces weights by flat partitions, is not "
+            "supported (FSDP2 and DistributedDataParallel are)"
         )
 
 

@@ -60,8 +60,8 @@ class StoredMask(Method):
         score = torch.where(magnitude == least, 0.5 + draws / 4, 0.0)
         score = torch.where((magnitude > least) | magnitude.isnan(), 1.0, score)
         if not weight.is_meta:
-            groups = (weight != 0).movedim(state.dim, -1).unflatten(-1, (-1, m))
-            counts = [(dropped == kept).sum(), (groups.sum(-1) > n).sum()]
+            nonzeros = kernels.nonzeros_per_group(weight, m, dim=state.dim)
+            counts = [(dropped == kept).sum(), (nonzeros > n).sum()]
             self._counts.append((state.layer_name, kept.numel(), torch.stack(counts)))
         return kernels.nm_mask(score, n, m, dim=state.dim)
 

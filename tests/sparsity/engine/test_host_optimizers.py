@@ -1,8 +1,8 @@
 """What hosts do to optimizers, weights and buffers: wrap, contain, skip, attach twice, average.
 
 Kinds: optimizers whose step torch gives no hooks (``Optimizer.__init__`` was skipped), containers
-of optimizers, a second ``attach`` to the same one, and averages that are written through ``.data``,
-which raises no version.
+of optimizers, a second ``attach`` to the same one, weights that leave the optimizer, and averages
+that are written through ``.data``, which raises no version.
 """
 
 import copy
@@ -11,6 +11,8 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from timm.optim.lookahead import Lookahead
 from torch import nn
 
@@ -171,6 +173,70 @@ def test_attaching_again_to_the_same_optimizer_does_nothing(wrapped):
     train(other, second, 0, 4)
     assert handle.completed_steps == 4
     assert_equal_bits(model.state_dict(), other.state_dict())
+
+
+def scaled(optimizer):
+    """Wrap an optimizer as Accelerate does for float16, which keeps the step of the object."""
+    Accelerator(cpu=True)  # its shared state
+    scaler = torch.amp.GradScaler("cpu")
+    return AcceleratedOptimizer(optimizer, device_placement=False, scaler=scaler)
+
+
+@pytest.mark.parametrize("make", [Skips, lookahead])
+def test_steps_that_a_wrapper_has_kept_cannot_be_hooked_any_more(make, monkeypatch):
+    cls = Lookahead if make is lookahead else make
+    if getattr(cls.step, "hooked", False):  # since a copy of one was unpickled in another test
+        monkeypatch.setattr(cls, "step", cls.step.__wrapped__)
+    model, other = Net(), Net()
+    handle, reference = sparsify(model, "ste"), sparsify(other, "ste")
+    optimizer = make(model.parameters())
+    wrapped = scaled(optimizer)
+    with pytest.raises(ConfigError, match=r"AcceleratedOptimizer has kept the step .* wrap it aft"):
+        handle.attach(wrapped)
+    handle.attach(optimizer)
+    wrapped = scaled(optimizer)
+    handle.attach(wrapped)  # nothing to do
+    second = scaled(attached(reference, torch.optim.SGD(other.parameters(), lr=0.1)))
+    for step in range(3):
+        for net, outer in ((model, wrapped), (other, second)):
+            loss = net(draw(8, 16, seed=step)).square().mean()
+            outer.scaler.scale(loss).backward()
+            outer.step()
+            net.zero_grad()
+    assert handle.completed_steps == reference.completed_steps == 3
+    assert torch.equal(model.fc1.weight, other.fc1.weight)
+
+
+def test_steps_that_torch_hooks_may_be_kept():
+    model = Net()
+    handle = sparsify(model, "ste")
+    wrapped = scaled(torch.optim.SGD(model.parameters(), lr=0.1))
+    handle.attach(wrapped)
+    wrapped.scaler.scale(model(draw(8, 16)).square().mean()).backward()
+    wrapped.step()
+    assert handle.completed_steps == 1
+
+
+def partitioned(model, optimizer):
+    """Let the optimizer train one flat copy of all weights, as DeepSpeed does."""
+    group = optimizer.param_groups[0]
+    flat = torch.cat([p.detach().flatten() for p in group["params"]])
+    group["params"] = [nn.Parameter(flat)]
+
+
+def assigned(model, optimizer):
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+
+
+@pytest.mark.parametrize("leave", [partitioned, assigned])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_weights_that_left_the_optimizer_are_named_at_its_step(leave, steps):
+    model, optimizer, handle = build("srste", {"decay": 0.1}, cls=torch.optim.SGD, lr=0.1)
+    train(model, optimizer, 0, steps)
+    leave(model, optimizer)
+    with pytest.raises(ConfigError, match=r"'fc1' and 1 more layers is not in the SGD.*DeepSpeed"):
+        train(model, optimizer, steps, steps + 1)
+    assert handle.completed_steps == steps
 
 
 def averaged(method):

@@ -138,7 +138,7 @@ def test_saving_may_be_left_out_and_names_the_final_model(tmp_path):
     trainer, _ = hugging_face(tmp_path, model, callback=SparsityCallback(save=False))
     trainer.train()
     assert (tmp_path / "checkpoint-2").is_dir() and not list(tmp_path.rglob("sparse"))
-    with pytest.raises(SparsePretrainWarning, match="save_pretrained writes the stored weights"):
+    with pytest.raises(SparsePretrainWarning, match="save_model takes the stored weights"):
         trainer.save_model(tmp_path / "final")
 
 
