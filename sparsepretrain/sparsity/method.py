@@ -146,6 +146,11 @@ class Method:
         return self.needs_whole
 
     @property
+    def reads_initial_weights(self) -> bool:
+        """True if the tensors of a layer are computed from its initial weight."""
+        return type(self).update_ is not Method.update_
+
+    @property
     def keeps_zeros(self) -> bool:
         """True if zeros of the initial weights stay zeros: the first mask is the last one."""
         return False

@@ -15,12 +15,11 @@ from sparsepretrain import registry
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.sparsity.engine.layer_classes import (
     dense_weights,
-    forward_objection,
-    layer_family,
     replacement_of,
     sparse_class,
 )
 from sparsepretrain.sparsity.engine.layers import SparseLayer, is_dtensor
+from sparsepretrain.sparsity.engine.own_forwards import forward_objection, layer_family
 from sparsepretrain.sparsity.method import Method
 
 SUPPORTED = "(supported: nn.Linear, nn.Conv2d, transformers' Conv1D)"

@@ -15,7 +15,7 @@ from sparsepretrain.sparsity.coverage import Coverage, Proof, cover, prove
 from sparsepretrain.sparsity.engine.attachments import holder_of
 from sparsepretrain.sparsity.engine.layers import SparseLayer, is_dtensor
 from sparsepretrain.sparsity.engine.model_state import BUFFERS, ModelState
-from sparsepretrain.sparsity.engine.steps import Steps, require_own_weights
+from sparsepretrain.sparsity.engine.steps import Steps, require_own_weights, require_present
 from sparsepretrain.sparsity.fsdp.rows import Rows
 from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.method import Method, title
@@ -254,7 +254,9 @@ class Sparsifier:
                 "masks by magnitude, or another pattern (n=4, m=4 keeps any zeros)"
             )
         for name, mask in kept.items():
-            self.layers[name].sparsity.mask.copy_(pack_rows(mask))
+            layer = self.layers[name]
+            layer.sparsity.mask.copy_(pack_rows(mask))
+            layer.operands.note_source(layer.weight)
         self._state.baseline_due = True
         self.refresh()
 
@@ -447,6 +449,7 @@ class Sparsifier:
 
     def prove(self) -> Proof:
         """Count the non-zeros of every group of the evaluated weights; collective if sharded."""
+        self._require_sparse()
         self._state.sync(always=True)
         return prove(self.layers, self._state)
 
@@ -488,10 +491,4 @@ class Sparsifier:
     def _require_sparse(self) -> None:
         if self._densified:
             raise ConfigError("the model was densified: call sparsify again for a new sparsifier")
-        present = set(self._state.root.modules())
-        gone = [name for name, layer in self.layers.items() if layer not in present]
-        if gone:
-            raise ConfigError(
-                f"sparse layers were replaced after sparsify: {', '.join(gone)}; "
-                "sparsifier_of(model) returns a handle to the remaining ones"
-            )
+        require_present(self._state.root, self.layers)

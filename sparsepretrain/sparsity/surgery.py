@@ -17,6 +17,7 @@ from sparsepretrain.sparsity.engine.layer_classes import replacement_of
 from sparsepretrain.sparsity.engine.layers import SparseLayer
 from sparsepretrain.sparsity.engine.model_state import ModelState
 from sparsepretrain.sparsity.engine.operands import LayerOperands
+from sparsepretrain.sparsity.engine.own_forwards import read_attributes
 from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.matmuls.fp8 import FP8Precision, precision_of
 from sparsepretrain.sparsity.matmuls.geometry import LayerSize
@@ -171,9 +172,13 @@ def sparsify_with(
         size = LayerSize(tuple(weight.shape), replacement.in_dim, weight.device)
         matmuls = LayerMatmuls(method, formats, policy, size)
         # the object stays: references, hooks and second names keep working
+        fixed = read_attributes(layer)
         layer.__class__ = replacement
+        if fixed:
+            layer.fixed_attributes = fixed
         layer.add_module("sparsity", layer_state)
         layer.operands = LayerOperands(method, layer_state, matmuls)
+        layer.operands.note_source(layer.weight)
         layer.sparse_model = state
         state.operands.append(layer.operands)
         if layer.weight.requires_grad and state.watched is None:
@@ -247,7 +252,8 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
                 weight.add_(residual)
                 folded.append(operands.state.layer_name)
         del layer._modules["sparsity"], layer.operands, layer.sparse_model
-        layer.__dict__.pop("ran_in_training", None)
+        for key in ("ran_in_training", "fixed_attributes"):
+            layer.__dict__.pop(key, None)
         layer.__class__ = layer.replaces  # type: ignore[assignment]
     for state in states:
         state.attachment.detach()

@@ -21,7 +21,8 @@ from sparsepretrain.models._families import as_globs, unassigned
 from sparsepretrain.optim import build_optimizer
 from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.sparsity import Method, MethodOptions, Sparsifier, densify, sparsify_with
-from sparsepretrain.sparsity.engine.layer_classes import dense_weights, layer_family
+from sparsepretrain.sparsity.engine.layer_classes import dense_weights
+from sparsepretrain.sparsity.engine.own_forwards import layer_family
 from sparsepretrain.sparsity.matmuls.policy import SparseMatmulPolicy
 from sparsepretrain.sparsity.method import FineTuning
 from sparsepretrain.sparsity.schedule import Window

@@ -31,11 +31,15 @@ class Attachment:
         self._optimizer: ref[Optimizer] | None = None
         self._handles: tuple[RemovableHandle, ...] = ()
         self.inside_step = False
-        """True while the optimizer with the hooks is inside its step."""
+        """True while the optimizer with the hooks is inside its step, or raised there."""
+        self._nested = 0  # steps inside that step, of a class whose step calls that of its parent
         self._detached = False  # trained without the hooks on purpose
         self._warned = False
         self._seen: Seen | None = None
         self._changes = 0  # of the weight since the last completed step
+        self._compares = 0  # steps before which values are still compared, after a change
+        self._left: Tensor | None = None  # some values of the weight after the last step
+        self._apart = 0  # steps before which they differed
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -57,19 +61,39 @@ class Attachment:
         self._handles = ()
         self._detached = True
 
+    def enter(self, optimizer: Optimizer) -> bool:
+        """Note the begin of a step; return False if it is a part of another one.
+
+        Torch calls the hooks in the step of a class and again in that of its parent, if the first
+        calls the second and objects of both exist.
+        """
+        if self.inside_step and _frames_of_step(optimizer) > 1:
+            self._nested += 1
+            return False
+        self.inside_step, self._nested = True, 0
+        return True
+
+    def leave(self) -> bool:
+        """Note the end of a step; return False if it was a part of another one."""
+        if self._nested:
+            self._nested -= 1
+            return False
+        self.inside_step = False
+        return True
+
     def forget(self) -> None:
         """Accept the present weights: a state dict was loaded."""
         self._seen = None
 
-    def check(self, weight: Tensor, step: int, layer: str) -> None:
+    def check(self, weight: Tensor, layer: str, step: int) -> None:
         """Warn once if the weight keeps changing between forwards and the hooks do not run.
 
         A single change may be an edit by hand.
 
         Args:
             weight: Parameter of a sparse layer, at a training forward.
-            step: completed steps of the sparsifier.
             layer: its name and method.
+            step: completed steps of the sparsifier.
         """
         if self._detached or self._warned or self.inside_step or weight.is_meta:
             return
@@ -83,8 +107,35 @@ class Attachment:
         if _are_equal(seen.fingerprint, self._seen.fingerprint):
             return
         self._changes += 1
-        if self._changes < 2:
+        self._compares = self._compares or 4
+        # noise may be added to the weights for each micro-batch, and taken away before the step
+        if self._changes >= (2 if optimizer is None else 8):
+            self._warn(layer)
+
+    def before_step(self, weight: Tensor, layer: str) -> None:
+        """Warn once if the weight has left the values of the last step: it has two optimizers.
+
+        Values are compared after a change between two forwards only, since that waits for the
+        device; one that is undone, as SAM's, is none.
+        """
+        if self._left is None or self._warned:
             return
+        now = some_values(weight)
+        if self._left.shape == now.shape and self._left.device == now.device:
+            resolution = torch.finfo(now.dtype).eps * 64 * self._left.abs().max()
+            self._apart += bool((now - self._left).abs().max() > resolution)
+        self._left = None
+        self._compares -= 1
+        if self._apart:
+            self._warn(layer)
+
+    def after_step(self, weight: Tensor) -> None:
+        """Note the weight that the attached optimizer left."""
+        if self._compares > 1:
+            self._left = some_values(weight)
+
+    def _warn(self, layer: str) -> None:
+        optimizer = self.optimizer
         self._warned = True
         to = "no optimizer"
         if optimizer is not None:
@@ -131,6 +182,20 @@ def hook_step(optimizer: Optimizer, before: Any, after: Any) -> tuple[RemovableH
     return (handle,)
 
 
+def _frames_of_step(optimizer: Optimizer) -> int:
+    """Return how many steps of ``optimizer`` that call hooks are running."""
+    file = Optimizer.profile_hook_step.__code__.co_filename
+    count = 0
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == file and code.co_name == "wrapper":
+            arguments = frame.f_locals.get("args") or (None,)
+            count += arguments[0] is optimizer
+        frame = frame.f_back
+    return count
+
+
 class Seen(NamedTuple):
     """The watched weight at a training forward."""
 
@@ -147,6 +212,11 @@ def _fingerprint(weight: Tensor, optimizer: Optimizer | None) -> Tensor | int:
     """
     if optimizer is not None and not weight.is_inference():
         return weight._version
+    return some_values(weight)
+
+
+def some_values(weight: Tensor) -> Tensor:
+    """Return about 16 values of a tensor, which change when it is initialized or trained."""
     values = weight.detach().reshape(-1)
     return values[:: max(1, len(values) // 16)].clone()
 
@@ -239,12 +309,20 @@ def holder_of(
         sharded: FSDP shards the weights.
     """
     unwrapped_optimizers = [each for given in optimizers for each in torch_optimizers(given)]
-    holders = {
-        id(parameter): optimizer
-        for optimizer in unwrapped_optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
+    holders: dict[int, Optimizer] = {}
+    twice: dict[int, Optimizer] = {}
+    for optimizer in dict.fromkeys(unwrapped_optimizers):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if holders.setdefault(id(parameter), optimizer) is not optimizer:
+                    twice[id(parameter)] = optimizer
+    if both := [name for name, weight in weights.items() if id(weight) in twice]:
+        at = id(weights[both[0]])
+        kinds = f"{type(holders[at]).__name__} and {type(twice[at]).__name__}"
+        raise ConfigError(
+            f"{', '.join(both[:3])}: the weight is in two optimizers ({kinds}), whose steps cannot "
+            "both be counted: give it to one of them"
+        )
     trained = {**weights, **method_parameters}.items()
     missing = [name for name, p in trained if p.requires_grad and id(p) not in holders]
     if missing:

@@ -196,6 +196,8 @@ class SparseLayer(nn.Module):
     """Axis of in_features in the stored weight."""
     casts_weight: ClassVar[bool] = False
     """True if the replaced class casts weight and bias to the dtype of the input."""
+    fixed_attributes: frozenset[str] = frozenset()
+    """Attributes that the replaced forward reads; setting them would change nothing."""
     ran_in_training: bool = True
     """Mode of the last forward."""
     weight: Tensor
@@ -357,6 +359,7 @@ class SparseLayer(nn.Module):
         if all(brings_own) and not (unset and is_new):
             operands.initialized = True
             operands.reset_due = False
+            operands.note_source(self.weight)
         elif brings_weight and is_new and not self.weight.is_meta:
             # initial weights of a dense model
             if operands.rows.is_prepared:

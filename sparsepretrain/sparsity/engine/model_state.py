@@ -245,13 +245,27 @@ class ModelState:
 
     def _check_hooks(self) -> None:
         """Warn if the watched weight was updated without the hooks; see :class:`Attachment`."""
-        if self.watched is None or self.is_sharded:  # sharded models refuse to run unattached
-            return
+        if watched := self._watched_weight():
+            self.attachment.check(*watched, self.step)
+
+    def check_step(self, *, ended: bool) -> None:
+        """Watch the same weight at the begin and the end of the step with the hooks."""
+        if watched := self._watched_weight():
+            if ended:
+                self.attachment.after_step(watched[0])
+            else:
+                self.attachment.before_step(*watched)
+
+    def _watched_weight(self) -> tuple[Tensor, str] | None:
+        """Return the watched weight, and its layer and method, unless the model is sharded.
+
+        Sharded models refuse to run unattached.
+        """
+        if self.watched is None or self.is_sharded:
+            return None
         name, layer = self.watched
         weight = layer._parameters.get("weight")
-        if weight is not None:
-            what = f"{name!r} ({self.method.options.name})"
-            self.attachment.check(weight, self.step, what)
+        return None if weight is None else (weight, f"{name!r} ({self.method.options.name})")
 
     def advance_to(self, step: int) -> None:
         """Enter the phase after ``step`` completed steps; call :meth:`write` afterwards."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import pack_rows, unpacked, widen
+from sparsepretrain.sparsity.engine.attachments import some_values
 from sparsepretrain.sparsity.fsdp.rows import ALL_ROWS, Rows
 from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK, LayerState
 from sparsepretrain.sparsity.matmuls.layer import LayerMatmuls
@@ -45,6 +46,9 @@ class LayerOperands:
         """False if the method's tensors left the meta device and have no values."""
         self.reset_due = False
         """True if initial weights were loaded before ``attach`` of a sharded model."""
+        self._source: tuple[Tensor, list[int]] | None = None
+        """Values of the weight that the method's tensors were computed from, and the versions of
+        these tensors."""
         self._kept: dict[bool, Operands | None] = {}  # key: training (True) or evaluation (False)
         self._kept_mask: Tensor | None = None  # of kept training operands; packed by rows
         self._gathered_projected: bool | None = None  # A was gathered, or W; None: out of date
@@ -171,6 +175,25 @@ class LayerOperands:
         master = widen(self.rows.local(weight).detach())
         self.rows.apply(self.method.update_, master, self.state, self._group(updating=True))
 
+    def note_source(self, weight: Tensor) -> None:
+        """Remember some values of the weight that the method's tensors belong to."""
+        self._source = None
+        method = self.method
+        if method.reads_initial_weights and method.schedule.start == 0 and not weight.is_meta:
+            self._source = some_values(weight), self._versions()
+
+    def lost_source(self, weight: Tensor) -> bool:
+        """Return True if the weight was written since, and the method's tensors were not."""
+        if self._source is None or self.rows.is_sharded:
+            return False
+        values, versions = self._source
+        same = torch.equal(values.to(weight), some_values(weight))
+        return not same and versions == self._versions()
+
+    def _versions(self) -> list[int]:
+        tensors = [getattr(self.state, name) for name in self.state.method_tensors]
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
     @torch.no_grad()
     def reset(self, weight: Tensor) -> None:
         """Compute the method's tensors from initial weights; collective if sharded."""
@@ -186,6 +209,7 @@ class LayerOperands:
         self.initialized = True
         if self.method.schedule.start == 0:
             self.update(weight)
+        self.note_source(weight)
         self.moved(state.previous_mask.device)
 
     @torch.no_grad()

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.kernels import pack_rows, packed_flip_count, unpacked
 from sparsepretrain.optim._initialization import creates_state, forget_step
+from sparsepretrain.sparsity.engine.attachments import frames_to_the_caller
 from sparsepretrain.sparsity.engine.layers import SparseLayer
 from sparsepretrain.sparsity.engine.model_state import ModelState
 from sparsepretrain.sparsity.method import Method
@@ -32,6 +33,10 @@ class Steps:
     def __init__(self, state: ModelState, layers: Mapping[str, SparseLayer]) -> None:
         self.state = state
         self.layers = layers
+        places = [(*name.rpartition(".")[::2], layer) for name, layer in layers.items()]
+        self._places = [
+            (state.root.get_submodule(parent), key, layer) for parent, key, layer in places
+        ]
         # for methods that change weights after the update
         self._masks_before_update: dict[str, Tensor] = {}
         self._is_real_step = True  # False in a step that only creates optimizer state
@@ -48,10 +53,16 @@ class Steps:
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Apply J. A closure is wrapped, because gradients exist only after it has run."""
+        if not self.state.attachment.enter(optimizer):  # a closure may run forwards from here on
+            return None
+        if any(parent._modules.get(key) is not layer for parent, key, layer in self._places):
+            require_present(self.state.root, self.layers)  # or it is wrapped
         require_own_weights(self.layers)
         require_held(self.layers, optimizer)
-        self.state.attachment.inside_step = True  # a closure may run forwards there
         self.take_baseline()
+        self.state.check_step(ended=False)
+        if self.state.step == 0:
+            self.warn_of_old_tensors()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             # torch.distributed.checkpoint steps an optimizer once to create its state
@@ -75,6 +86,20 @@ class Steps:
         if len(args) > 1:
             return (args[0], with_adjustment, *args[2:]), kwargs
         return args, kwargs | {"closure": with_adjustment}
+
+    def warn_of_old_tensors(self) -> None:
+        """Warn if weights were initialized after ``sparsify``, from whose weights masks are."""
+        lost = [n for n, layer in self.layers.items() if layer.operands.lost_source(layer.weight)]
+        if lost:
+            more = f" and {len(lost) - 1} more layers" if len(lost) > 1 else ""
+            what = ", ".join(self.layers[lost[0]].sparsity.method_tensors)
+            warnings.warn(
+                f"{self.state.method.options.name}: the weight of {lost[0]!r}{more} changed after "
+                f"sparsify, and {what} is of the old one: initialize before sparsify, or call "
+                "sparsifier.reset() before the first step",
+                SparsePretrainWarning,
+                stacklevel=frames_to_the_caller(),
+            )
 
     @torch.no_grad()
     def adjust_gradients(self, optimizer: Optimizer) -> None:
@@ -109,7 +134,8 @@ class Steps:
     @torch.no_grad()
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Prepare the next step from the changed weights."""
-        self.state.attachment.inside_step = False
+        if not self.state.attachment.leave():
+            return
         if not self._is_real_step:
             self._is_real_step = True
             forget_step(optimizer)
@@ -145,6 +171,7 @@ class Steps:
                 layer.operands.update(layer.weight)
             state.warn_of_remarks()
         self.project()
+        state.check_step(ended=True)
         if compares:
             state.flips = self.compare()  # stays on the device until metrics() reads it
         if not _adjusts(method):  # Free the mask: nothing reads it before the next projection.
@@ -180,6 +207,17 @@ class Steps:
             packed = mask if mask.dtype == torch.uint8 else pack_rows(mask)
             counts.append(packed_flip_count(layer.sparsity.previous_mask, packed, replace=True))
         return torch.stack([count.to(counts[-1].device) for count in counts])
+
+
+def require_present(root: nn.Module, layers: Mapping[str, SparseLayer]) -> None:
+    """Refuse layers that left the model: what runs in their place is dense."""
+    present = set(root.modules())
+    gone = [name for name, layer in layers.items() if layer not in present]
+    if gone:
+        raise ConfigError(
+            f"sparse layers were replaced after sparsify: {', '.join(gone)}; "
+            "sparsifier_of(model) returns a handle to the remaining ones"
+        )
 
 
 def require_own_weights(layers: Mapping[str, SparseLayer]) -> None:

@@ -64,6 +64,10 @@ class SLoPe(StoredMask):
         self._first = self.schedule.begin_of(start, "adapters.start")
 
     @property
+    def reads_initial_weights(self) -> bool:
+        return self.options.mask == "magnitude"
+
+    @property
     def keeps_zeros(self) -> bool:
         return self.options.mask == "magnitude" and self.schedule.start == 0
 

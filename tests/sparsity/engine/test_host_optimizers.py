@@ -7,6 +7,7 @@ that are written through ``.data``, which raises no version.
 
 import copy
 import pickle
+import warnings
 from collections import OrderedDict
 
 import pytest
@@ -17,7 +18,7 @@ from timm.optim.lookahead import Lookahead
 from torch import nn
 
 import sparsepretrain as sp
-from sparsepretrain.errors import ConfigError
+from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from support.small_loops import attached, train
 from support.small_models import Net, draw
 from support.sparse_cases import build, sparsify
@@ -341,3 +342,155 @@ def test_flattened_weights_are_refused(shape, when):
             optimizer.step()
         else:
             handle.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+class Calls(torch.optim.SGD):
+    """A step that calls the step of the parent class, as many do."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class CallsTwice(torch.optim.SGD):
+    """Two steps of the parent class, as an extragradient method takes them."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        return super().step()
+
+
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("cls", [Calls, CallsTwice])
+def test_a_step_that_calls_the_step_of_its_parent_counts_once(cls, closure):
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # torch hooks the parent's step too
+    rate = 0.1 if cls is Calls else 0.05
+    model, optimizer, handle = build("srste", {"decay": 0.1}, cls=cls, lr=rate)
+    other, second, reference = build("srste", {"decay": 0.1}, cls=torch.optim.SGD, lr=0.1)
+    loop = closures if closure else lambda m, o, n: train(m, o, 0, n)
+    loop(model, optimizer, 4)
+    loop(other, second, 4)
+    assert handle.completed_steps == reference.completed_steps == 4
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_step_that_raised_does_not_make_the_next_one_a_part_of_it():
+    model, optimizer, handle = build("srste", {"decay": 0.1}, cls=Calls, lr=0.1)
+
+    def broken():
+        raise RuntimeError("of the closure")
+
+    train(model, optimizer, 0, 1)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="of the closure"):
+            optimizer.step(broken)
+    train(model, optimizer, 1, 3)
+    assert handle.completed_steps == 3
+
+
+def test_weights_in_two_optimizers_are_refused():
+    model = Net()
+    handle = sparsify(model, "ste")
+    first, second = (cls(model.parameters(), lr=0.1) for cls in (torch.optim.SGD, torch.optim.Adam))
+    with pytest.raises(ConfigError, match=r"fc1, fc2: the weight is in two optimizers \(SGD and A"):
+        handle.attach(first, second)
+    handle.attach(first)  # the other one is noticed when it steps
+    with pytest.warns(SparsePretrainWarning, match=r"'fc1' \(ste\) was updated, but .* \(SGD\)"):
+        for step in range(3):
+            train(model, first, step, step + 1)
+            train(model, second, step, step + 1)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_noise_that_is_taken_away_before_the_step_is_no_other_optimizer(micro_batches):
+    model, optimizer, handle = build("srste", {"decay": 0.1}, cls=torch.optim.SGD, lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SparsePretrainWarning)
+        for step in range(6):
+            for batch in range(micro_batches):
+                x = draw(8, 16, seed=step * 10 + batch)
+                model(x).square().mean().backward()
+                noise = [torch.randn_like(p) * 0.01 for p in model.parameters()]
+                with torch.no_grad():
+                    for p, n in zip(model.parameters(), noise, strict=True):
+                        p.add_(n)
+                model(x).square().mean().backward()
+                with torch.no_grad():
+                    for p, n in zip(model.parameters(), noise, strict=True):
+                        p.sub_(n)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert handle.completed_steps == 6
+
+
+@pytest.mark.parametrize("kind", ["linear", "other class"])
+def test_a_layer_that_is_replaced_after_attach_is_named_at_the_step(kind):
+    model, optimizer, handle = build("ste", {}, cls=torch.optim.SGD, lr=0.1)
+    train(model, optimizer, 0, 1)
+    old = model.fc1
+    model.fc1 = nn.Linear(16, 32).double() if kind == "linear" else Calls32(old)
+    if kind == "linear":
+        model.fc1.weight, model.fc1.bias = old.weight, old.bias
+        for act in (lambda: train(model, optimizer, 1, 2), handle.prove):
+            with pytest.raises(ConfigError, match="layers were replaced after sparsify: fc1"):
+                act()
+    else:  # a wrapper runs it
+        train(model, optimizer, 1, 2)
+        assert handle.completed_steps == 2 and handle.prove().holds
+
+
+class Calls32(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+FROM_WEIGHTS = [("sste", {}), ("asp", {"at": 0.0}), ("slope", {}), ("tsrste", {})]
+
+
+@pytest.mark.parametrize("when", ["before attach", "after attach"])
+@pytest.mark.parametrize(("method", "options"), FROM_WEIGHTS)
+def test_weights_that_are_initialized_after_sparsify_are_noticed(method, options, when):
+    model = Net()
+    handle = sparsify(model, method, **options)
+    if when == "after attach":
+        optimizer = attached(handle, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.apply(lambda m: nn.init.normal_(m.weight) if isinstance(m, nn.Linear) else None)
+    if when == "before attach":
+        optimizer = attached(handle, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.warns(SparsePretrainWarning, match=r"'fc1' and 1 more layers changed after spars"):
+        train(model, optimizer, 0, 1)
+
+
+@pytest.mark.parametrize("case", ["reset", "load", "half", "copy", "random", "ste", "keep_zeros"])
+def test_masks_that_belong_to_the_weights_are_no_reason_to_warn(case):
+    model, other = Net(), Net()
+    options = {"mask": "random"} if case == "random" else {}
+    handle = sparsify(model, "ste" if case == "ste" else "slope", **options)
+    if case == "load":
+        dense = {k: v.mul(2) for k, v in other.state_dict().items()}
+        model.load_state_dict(dense, strict=False)
+    elif case == "half":
+        model.float()
+    elif case == "copy":
+        model = copy.deepcopy(model)
+        handle = sp.sparsifier_of(model)
+    else:
+        model.apply(lambda m: nn.init.normal_(m.weight) if isinstance(m, nn.Linear) else None)
+    if case == "reset":
+        handle.reset()
+    elif case == "keep_zeros":
+        with torch.no_grad():
+            for layer in handle.layers.values():
+                layer.weight[:, ::2] = 0
+        handle.keep_zeros()
+    optimizer = attached(handle, torch.optim.SGD(model.parameters(), lr=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SparsePretrainWarning)
+        dtype = model.fc1.weight.dtype
+        model(draw(8, 16).to(dtype)).square().mean().backward()
+        optimizer.step()
+    assert handle.completed_steps == 1

@@ -85,6 +85,54 @@ class OwnInput(nn.Linear):
         return F.linear(x.relu(), self.weight, self.bias)
 
 
+class Sliced(nn.Linear):
+    """Megatron's padded vocabulary."""
+
+    def __init__(self, inputs, outputs, **_):
+        super().__init__(inputs, outputs)
+        self.true_out = outputs - 2
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)[..., : self.true_out]
+
+
+class SlicedByConstant(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)[..., :30]
+
+
+class Clamped(nn.Linear):
+    """Against overflow in fp16."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias).clamp(-50, 50)
+
+
+class ClampedWeight(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight.clamp(-50, 50), self.bias)
+
+
+class ClampedInput(nn.Linear):
+    def forward(self, x):
+        return F.linear(x.clamp(-10, 10), self.weight, self.bias)
+
+
+class WithoutNaN(nn.Linear):
+    def forward(self, x):
+        return F.linear(torch.nan_to_num(x), self.weight, self.bias)
+
+
+class Flattens(nn.Linear):
+    def forward(self, x):
+        return F.linear(x.flatten(2) if x.dim() == 4 else x, self.weight, self.bias)
+
+
+class ByMatrix(nn.Linear):
+    def forward(self, x):
+        return torch.addmm(self.bias, x, self.weight.t())
+
+
 def network(cls, **options):
     torch.manual_seed(0)
     return nn.Sequential(cls(16, 32, **options), nn.ReLU(), cls(32, 16, **options))
@@ -140,7 +188,11 @@ def test_a_convolution_that_casts_its_weight_is_accepted():
     assert model(torch.randn(2, 8, 12, 12, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("cls", [Scaled, Dropped, Rounded, NoGradient, LowRank, OwnInput])
+OTHERS = [Scaled, Dropped, Rounded, NoGradient, LowRank, OwnInput, Sliced, SlicedByConstant]
+OTHERS += [Clamped, ClampedWeight, ClampedInput, WithoutNaN, Flattens, ByMatrix]
+
+
+@pytest.mark.parametrize("cls", OTHERS)
 def test_another_forward_is_refused(cls):
     with pytest.raises(ConfigError, match=r"layer '0' \(\w+\) has a forward .*: exclude it"):
         sp.sparsify(network(cls), "ste", targets=["*"])
@@ -187,3 +239,95 @@ def test_draws_of_the_user_go_on_as_before():
     torch.manual_seed(7)
     sp.sparsify(model, "ste", targets=["*"])
     assert torch.equal(torch.rand(3), expected)
+
+
+class Same(nn.Conv2d):
+    """Padding that depends on the size of the image, as in timm's Conv2dSame."""
+
+    def forward(self, x):
+        pads = []
+        for size, k, s in zip(
+            x.shape[:-3:-1], self.kernel_size[::-1], self.stride[::-1], strict=True
+        ):
+            pad = max((-(-size // s) - 1) * s + k - size, 0)
+            pads += [pad // 2, pad - pad // 2]
+        return F.conv2d(F.pad(x, pads), self.weight, self.bias, self.stride)
+
+
+@pytest.mark.parametrize("kernel", [2, 3, 4])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_padding_by_the_size_of_the_image_is_refused(kernel, stride):
+    layers = [Same(8, 8, kernel, stride=stride)]
+    timm = pytest.importorskip("timm.layers")
+    layers.append(timm.Conv2dSame(8, 8, kernel, stride=stride))
+    for layer in layers:
+        with pytest.raises(ConfigError, match="a forward that is not"):
+            sp.sparsify(nn.Sequential(layer), "ste", targets=["*"])
+
+
+class Switched(nn.Linear):
+    """Attributes that the forward reads may be set later."""
+
+    def __init__(self, inputs, outputs, **options):
+        super().__init__(inputs, outputs)
+        self.clip = None
+        self.list = options.get("list")
+
+    def forward(self, x):
+        y = F.linear(x, self.weight, self.bias)
+        if self.list is not None:
+            y = y * self.list[0]
+        return y if self.clip is None else y.clamp(-self.clip, self.clip)
+
+
+def test_attributes_that_a_forward_reads_are_fixed():
+    model = network(Switched)
+    sp.sparsify(model, "ste", targets=["*"])
+    model[0].clip = None
+    model[0].comment = 5  # read by nobody
+    with pytest.raises(ConfigError, match=r"clip of a sparse Switched is read by the forward"):
+        model[0].clip = 1.0
+    sp.densify(model)
+    model[0].clip = 1.0
+    assert model[0](torch.full((1, 16), 100.0)).abs().max() <= 1.0
+    model[2].clip = 1.0
+    with pytest.raises(ConfigError, match="a forward that is not"):
+        sp.sparsify(model, "ste", targets=["*"])
+
+
+def test_layers_that_are_alike_are_compared_once(monkeypatch):
+    from sparsepretrain.sparsity.engine import own_forwards
+
+    compared = []
+    compare = own_forwards._compare
+    monkeypatch.setattr(own_forwards, "_known", {})
+    monkeypatch.setattr(
+        own_forwards, "_compare", lambda layer: compared.append(layer) or compare(layer)
+    )
+    layers = [Nanochat(16, 16, bias=False) for _ in range(4)]
+    sp.sparsify(nn.Sequential(*layers), "ste", targets=["*"])
+    assert len(compared) == 1
+
+
+class Counts(nn.Linear):
+    def forward(self, x):
+        self.amax = float(x.abs().max())
+        return F.linear(x, self.weight, self.bias)
+
+
+class Further(nn.Linear):
+    def forward(self, x, scale=1.0):
+        return F.linear(x, self.weight, self.bias)
+
+
+MORE = [
+    (Counts(16, 16), "a forward that sets amax"),
+    (Further(16, 16), r"a forward with further arguments \(scale\)"),
+    (Switched(16, 16, list=[1.0]), "a forward that reads list, which may change"),
+]
+
+
+@pytest.mark.parametrize(("layer", "text"), MORE)
+def test_forwards_that_do_more_are_refused(layer, text):
+    with pytest.raises(ConfigError, match=text):
+        sp.sparsify(nn.Sequential(layer), "ste", targets=["*"])
