@@ -100,6 +100,11 @@ class Recipe(ABC):
                     tensor.copy_(source.t() if kind == "weight" and layer in transposed else source)
         return stock
 
+    @staticmethod
+    def positions(options: Any) -> int | None:
+        """Return the longest sequence, if the options do not say it."""
+        return None
+
 
 class Headable(Recipe):
     """Recipe whose models take a new head for fine-tuning.

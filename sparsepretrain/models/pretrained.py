@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +22,25 @@ from sparsepretrain.models._families import roles_of
 from sparsepretrain.models._recipe import last_token
 from sparsepretrain.registry import register
 
+POSITION_TABLES = ("wpe", "position_embeddings", "embed_positions", "position_embedding")
+"""Names of embeddings of positions, whose number of rows limits the length of a sequence."""
+
 CLASSES = {
     "causal_lm": "AutoModelForCausalLM",
     "labels": "AutoModelForSequenceClassification",
     "spans": "AutoModelForQuestionAnswering",
 }
+
+
+class InitialState(NamedTuple):
+    """Weights of a checkpoint."""
+
+    state: dict[str, Tensor]
+    """State dict of the model, in fp32."""
+    new: list[str]
+    """Names of weights that the checkpoint lacks, which are random."""
+    unused: list[str]
+    """Names of the checkpoint that the model lacks."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,15 +79,17 @@ class Pretrained(Headable):
         return _build(str(options.path), head, outputs)
 
     @staticmethod
-    def initial_state(
-        options: PretrainedOptions, head: Head | None, outputs: int
-    ) -> tuple[dict[str, Tensor], list[str]]:
-        """Return a state dict with the checkpoint's weights, and the names of random ones.
+    def initial_state(options: PretrainedOptions, head: Head | None, outputs: int) -> InitialState:
+        """Return the checkpoint's weights.
 
-        Weights that are missing or have another shape (a head for other classes) are random.
+        Heads may be missing or of another shape, and are random then; weights of blocks may not.
+
+        Raises:
+            CheckpointError: the files are damaged, or do not belong to the model of config.json.
         """
         kind = head or "causal_lm"
         path = str(options.path)
+        _refuse_integers(path)
         with quiet(path):
             try:
                 model, info = _class(kind).from_pretrained(
@@ -79,11 +98,19 @@ class Pretrained(Headable):
                     ignore_mismatched_sizes=True,
                     output_loading_info=True,
                 )
-            except (OSError, ValueError, RuntimeError) as error:
+            except Exception as error:  # of transformers, safetensors, pickle or the hub
                 raise CheckpointError(f"{path} cannot be loaded: {reason(error)}") from error
         state = {k: v.detach().float() for k, v in model.state_dict().items()}
         mismatched = [k[0] if isinstance(k, tuple) else k for k in info["mismatched_keys"]]
-        return state, sorted({*info["missing_keys"], *mismatched})
+        new = sorted({*info["missing_keys"], *mismatched})
+        unused = sorted(info["unexpected_keys"])
+        _refuse_others(path, state, new, unused)
+        if kind == "causal_lm" and sees_later_tokens(model):
+            raise CheckpointError(
+                f"{path} ({type(model).__name__}) predicts a token from later ones: its class is "
+                "no causal language model"
+            )
+        return InitialState(state, new, unused)
 
     @classmethod
     def stock(cls, model: nn.Module, options: PretrainedOptions, head: Head | None) -> nn.Module:
@@ -95,16 +122,116 @@ class Pretrained(Headable):
         return int(_config(str(options.path), "causal_lm", 0).vocab_size)
 
     @staticmethod
+    def positions(options: PretrainedOptions) -> int | None:
+        """Return the longest sequence, or None if positions are computed for any length."""
+        return _positions(str(options.path))
+
+    @staticmethod
     def scores(model: Any, tokens: Tensor, mask: Tensor, second: Tensor) -> Tensor:
         inputs = {"input_ids": tokens, "attention_mask": mask.long()}
         if getattr(model.config, "type_vocab_size", 0) > 1:
             inputs["token_type_ids"] = second.long()
         if hasattr(model, "score"):  # causal: transformers looks for pad_token_id, not the mask
             return model.score(last_token(model.base_model(**inputs).last_hidden_state, mask))
-        output = model(**inputs)
+        try:
+            output = model(**inputs)
+        except ValueError as error:  # BART and T5 classify at their end-of-text token
+            raise ConfigError(
+                f"{type(model).__name__} refuses the batch: {reason(error)} Give a task.tokenizer "
+                "that adds the tokens of the model, or choose another model"
+            ) from error
         if hasattr(output, "start_logits"):
             return torch.stack([output.start_logits, output.end_logits], dim=-1)
         return output.logits
+
+
+@torch.no_grad()
+def sees_later_tokens(model: Any) -> bool:
+    """Return True if the scores at a token depend on tokens after it, tried on eight tokens."""
+    tokens = torch.arange(8)[None] % model.config.vocab_size
+    other = tokens.clone()
+    other[0, -1] = 0
+    was_training = model.training
+    model.eval()
+    before, after = (model(input_ids=each).logits[0, :-1].float() for each in (tokens, other))
+    model.train(was_training)
+    return bool((before - after).abs().max() > 1e-4 * before.abs().max())
+
+
+def _refuse_others(path: str, state: dict[str, Tensor], new: list[str], unused: list[str]) -> None:
+    """Refuse weights that do not belong to the model: random ones would train instead."""
+    ours = [key for key in unused if any(part.startswith("sparsity") for part in key.split("."))]
+    if ours:
+        raise CheckpointError(
+            f"{path} has the master weights of a sparse model ({ours[0]}), which are dense: give "
+            "the sparse ones (checkpoint-N/sparse, or what sparsepretrain.save_pretrained wrote), "
+            "or continue with the loop that wrote it"
+        )
+    known = {_of_any_block(name) for name in state}
+    further = [name for name in unused if name not in state and _of_any_block(name) in known]
+    missing = [name for name in new if _of_any_block(name) != name]
+    if not missing and not further:
+        return
+    prefixes = {
+        key.removesuffix(name)
+        for key in unused
+        for name in (key[at + 1 :] for at, letter in enumerate(key) if letter == ".")
+        if name in missing
+    }
+    if prefixes:
+        prefix = min(prefixes, key=len)
+        hint = f"its names begin with {prefix!r}, as those of a compiled or wrapped model: "
+        hint += "save the state dict of the model inside, or rename them"
+    else:
+        hint = "the files belong to another config.json"
+    what, names = ("lacks", missing) if missing else ("has further blocks:", further)
+    more = f" and {len(names) - 1} more weights" if len(names) > 1 else ""
+    raise CheckpointError(
+        f"{path} {what} {names[0]}{more}, which its config.json describes otherwise: {hint}"
+    )
+
+
+def _of_any_block(name: str) -> str:
+    """Return the name of a weight with # for the number of its block."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "#", name)
+
+
+def _refuse_integers(path: str) -> None:
+    """Refuse weights that are stored as integers: they are quantized, whatever config.json says."""
+    for file in sorted(Path(path).glob("*.safetensors")):
+        try:
+            with open(file, "rb") as stream:
+                header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+            kinds = {k: v["dtype"] for k, v in header.items() if k != "__metadata__"}
+        except (OSError, ValueError, TypeError, KeyError, MemoryError, OverflowError):
+            return  # damaged: loading says how
+        for name, kind in kinds.items():
+            if name.endswith("weight") and kind[0] in "IU":
+                raise CheckpointError(
+                    f"{file}: {name} has the dtype {kind}, so its weights are quantized, although "
+                    "config.json does not say so: dequantize the model and save it again"
+                )
+
+
+@functools.lru_cache(maxsize=8)
+def _positions(path: str) -> int | None:
+    """Return the rows of a table of positions, without the rows that are not positions."""
+    from transformers import AutoModel
+
+    config = _read(path)
+    if config.model_type == "mpt":  # its biases are a slice of a table
+        return int(config.max_seq_len)
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        table = isinstance(module, nn.Embedding) and last in POSITION_TABLES
+        if table or "embed_positions" in module._buffers:  # GPT-J: sines and cosines
+            most = getattr(config, "max_position_embeddings", None)
+            # RoBERTa counts positions from behind the padding token
+            shifted = last == "position_embeddings" and module.padding_idx is not None
+            return None if most is None else int(most) - (module.padding_idx + 1 if shifted else 0)
+    return None
 
 
 def _build(path: str, kind: str, outputs: int) -> nn.Module:
@@ -131,7 +258,21 @@ def _config(path: str, kind: str, outputs: int) -> Any:
         config.num_labels = outputs
     if kind == "labels":
         config.problem_type = None
+    if kind == "causal_lm" and _reads_both_sides(config):
+        config.is_decoder = True  # else BERT and its relatives see the tokens they predict
+        if hasattr(config, "causal"):  # XLM
+            config.causal = True
     return config
+
+
+def _reads_both_sides(config: Any) -> bool:
+    """Return True for encoders that transformers also has as causal language models."""
+    from transformers.models.auto import modeling_auto
+
+    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    masked = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    both = config.model_type in causal and config.model_type in masked
+    return both and not config.is_encoder_decoder
 
 
 @functools.lru_cache(maxsize=8)

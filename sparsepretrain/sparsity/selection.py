@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sparsepretrain import registry
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
@@ -54,10 +55,15 @@ def select_layers(model: nn.Module, patterns: list[str], exclude: Sequence[str])
             pass
         elif isinstance(module, SparseLayer):
             problems.append(f"layer {name!r} is sparse already: call densify(model) first")
-        elif layer_family(type(module)) is not None and module._parameters.get("weight") is None:
+        elif layer_family(type(module)) is not None and _computes_weight(module):
             problems.append(
                 f"layer {name!r} computes its weight from another one (parametrization, "
-                "spectral_norm or weight_norm): remove that, or exclude the layer"
+                "spectral_norm, weight_norm or another library): remove that, or exclude the layer"
+            )
+        elif layer_family(type(module)) is not None and is_quantized(module.weight):
+            problems.append(
+                f"layer {name!r} has a weight of the class {type(module.weight.data).__name__}: "
+                "dequantize it, or exclude the layer"
             )
         elif layer_family(type(module)) is not None:
             kind = type(module).__name__
@@ -108,6 +114,17 @@ def select_layers(model: nn.Module, patterns: list[str], exclude: Sequence[str])
             stacklevel=4,
         )
     return chosen
+
+
+def _computes_weight(layer: Any) -> bool:
+    """Return True if the weight that a layer uses is not its Parameter."""
+    stored = layer._parameters.get("weight")
+    return stored is None or layer.weight is not stored
+
+
+def is_quantized(weight: Any) -> bool:
+    """Return True for tensor subclasses that hold other tensors, such as those of torchao."""
+    return is_traceable_wrapper_subclass(weight) and not is_dtensor(weight)
 
 
 def _described(name: str, module: nn.Module, weights: dict[str, Any]) -> str:

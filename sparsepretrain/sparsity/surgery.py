@@ -218,7 +218,7 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
         ``model``.
 
     Raises:
-        ConfigError: ``model`` is not a module, or it is sharded.
+        ConfigError: ``model`` is not a module, it is sharded, or sparse layers were replaced.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {_show(model)}")
@@ -240,6 +240,13 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
                 stacklevel=2,
             )
     gone = {layer.operands for layer in layers}
+    for state in states:
+        lost = [each.state.layer_name for each in state.operands if each not in gone]
+        if lost and state.root is model:
+            raise ConfigError(
+                f"sparse layers were replaced after sparsify: {', '.join(lost)}; they are dense: "
+                "put the sparse ones back, or call densify on the parts that still have theirs"
+            )
     for layer in layers:
         operands = layer.operands
         weight = layer.weight

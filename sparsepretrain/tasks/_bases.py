@@ -20,7 +20,7 @@ from sparsepretrain.data.preparation import load
 from sparsepretrain.data.tokenizer import tokenizer
 from sparsepretrain.data.tokens import TokenData
 from sparsepretrain.errors import DataError, Problems
-from sparsepretrain.models import Head
+from sparsepretrain.models import Head, Headable
 from sparsepretrain.tasks import Batch, Observation, Progress, Task, averages, widen
 
 
@@ -52,7 +52,20 @@ class WindowTask(Task):
         }
         self.fingerprint = tokens.fingerprint
         self.tokenizer_file = tokens.tokenizer_file
+        self._require_rows()
         self.opened(tokens)
+
+    def _require_rows(self) -> None:
+        """Refuse a tokenizer with more tokens than the embedding of a checkpoint has rows."""
+        if not issubclass(self.recipe, Headable):
+            return
+        known = open_codec(self.tokenizer_file).vocab_size
+        rows = self.recipe.vocabulary(self.model_options)
+        if known > rows:
+            raise DataError(
+                f"data.tokenizer={self.data_options.tokenizer} has {known} tokens, but the model "
+                f"has rows for {rows}: use the tokenizer that the model was trained with"
+            )
 
     def opened(self, tokens: TokenData) -> None:
         """Inspect the opened data; a hook for subclasses."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from sparsepretrain import kernels, registry
+from sparsepretrain import registry
 from sparsepretrain.config import freeze, validate
 from sparsepretrain.config.groups import ScaledPrecision
 from sparsepretrain.config.schema import Run
@@ -40,6 +40,7 @@ from sparsepretrain.training.recomputation import recompute_blocks
 from sparsepretrain.training.session import Session, Setup
 from sparsepretrain.training.tracing import StepCost, step_cost, tracing
 from sparsepretrain.training.world import World
+from sparsepretrain.training.zeros import keep_zeros, zeros_note
 
 META = torch.device("meta")
 """Device of tensors with a shape but no memory."""
@@ -154,9 +155,19 @@ def build_model(task: Task, device: torch.device) -> nn.Module:
     """
     torch.manual_seed(task.seed)
     if device.type == "meta":
+        _require_positions(task)
         with device:
             return task.build_model()
     return task.build_model().to(device)
+
+
+def _require_positions(task: Task) -> None:
+    """Refuse sequences that are longer than the table of positions of a checkpoint."""
+    most = task.recipe.positions(task.model_options)
+    for key in ("sequence_length", "max_length"):
+        length = getattr(task.options, key, 0)
+        if most is not None and length > most:
+            raise ConfigError([(f"task.{key}", f" must be ≤ {most}, its positions, got {length}")])
 
 
 def synchronized(model: nn.Module, world: World) -> nn.Module:
@@ -309,10 +320,12 @@ def load_initial(
             )
         head = getattr(task, "head", None)
         outputs = getattr(task, "outputs", 0)
-        state, new = task.recipe.initial_state(options, head, outputs)
-        model.load_state_dict(state)
+        initial = task.recipe.initial_state(options, head, outputs)
+        _require_finite(initial.state, str(path))
+        model.load_state_dict(initial.state)
         console.info(f"initial weights: {path} ({model.__class__.__name__})")
-        _tell_new(new, console)
+        _tell_new(initial.new, console)
+        _tell_unused(initial.unused, console)
         return {}
     method: type[Method] = registry.get("method", run.sparsity.name)
     same = keeps_function(method.finetuning, run.sparsity, source.config["sparsity"])
@@ -348,49 +361,6 @@ def keeps_function(rules: FineTuning, options: MethodOptions, theirs: dict[str, 
     missing = object()
     keys = ("name", "n", "m", "targets", *rules.same)
     return all(before.get(key, missing) == attrgetter(key)(options) for key in keys)
-
-
-def keep_zeros(sparsifier: Sparsifier) -> None:
-    """Apply ``init.mask=zeros``."""
-    try:
-        sparsifier.keep_zeros()
-    except ConfigError as error:
-        raise ConfigError([("init.mask", f"=zeros: {text}") for text in error.messages]) from error
-
-
-MEANT = 0.1
-"""Share of groups with too many non-zeros below which a weight was meant to be N:M."""
-
-
-def zeros_note(model: nn.Module, sparsifier: Sparsifier) -> str:
-    """Return a note if layers of the initial weights are N:M and will not stay so, or ""."""
-    n, m = sparsifier.method.options.n, sparsifier.method.options.m
-    kept = sparsifier.layers.values() if sparsifier.method.keeps_zeros else ()
-    sparse = 0
-    exceptions = 0
-    for module in model.modules():
-        family = layer_family(type(module))
-        weight: Any = module._parameters.get("weight")
-        if n == m or family is None or weight is None or any(module is layer for layer in kept):
-            continue
-        axis = 1 if family in (nn.Linear, nn.Conv2d) else 0
-        if weight.shape[axis] % m == 0 and weight.any():
-            nonzeros = kernels.nonzeros_per_group(weight, m, dim=axis)
-            full = int((nonzeros > n).sum())
-            if full < MEANT * nonzeros.numel():
-                sparse += 1
-                exceptions += full
-    if not sparse:
-        return ""
-    method = sparsifier.method
-    are = "layer of the checkpoint is" if sparse == 1 else "layers of the checkpoint are"
-    but = f" but for {exceptions:,} groups" if exceptions else ""
-    trains = f"sparsity={method.options.name} trains their zeros too"
-    keeps = "sparsity=asp sparsity.at=0"
-    if method.keeps_zeros:
-        trains = "they are not among the targets: their zeros train"
-        keeps = "sparsity.targets with these layers"
-    return f"note: {sparse} {are} {n}:{m}{but}, and {trains}: {keeps} keeps them"
 
 
 def restore_method(sparsifier: Sparsifier, state: State) -> None:
@@ -449,7 +419,19 @@ def _copy(model: nn.Module, state: State, path: str, console: Console) -> None:
         raise CheckpointError(f"{path} does not fit the model: no weight name in common")
     model.load_state_dict(fitting, strict=False)
     _tell_new([name for name in current if name not in fitting], console)
-    if unused := sorted({name.partition(".")[0] for name in state if name not in current}):
+    _tell_unused([name for name in state if name not in current], console)
+
+
+def _require_finite(state: State, path: str) -> None:
+    """Refuse weights with NaN or ∞, with which no run can go on."""
+    bad = [name for name, value in state.items() if not bool(value.isfinite().all())]
+    if bad:
+        more = f" and {len(bad) - 1} more weights" if len(bad) > 1 else ""
+        raise CheckpointError(f"{path}: {bad[0]}{more} is not finite: the checkpoint is of no use")
+
+
+def _tell_unused(names: list[str], console: Console) -> None:
+    if unused := sorted({name.partition(".")[0] for name in names}):
         console.info(f"left out: {', '.join(unused)}")
 
 

@@ -1,15 +1,18 @@
 """Roles of layers in the families of transformers, on small models of the real classes."""
 
+import contextlib
 from fnmatch import fnmatchcase
 
 import pytest
 import torch
+import transformers
 
-from sparsepretrain.errors import ConfigError
+from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain.models import pretrained
 from sparsepretrain.models._families import roles_of
 from sparsepretrain.sparsity.engine.layer_classes import layer_family
 from sparsepretrain.training.assembly import require_known_layers
-from support.families import CAUSAL, FAMILIES, MASKED, MOE, SEQ2SEQ, small_model
+from support.families import CAUSAL, FAMILIES, MASKED, MOE, SEQ2SEQ, small_config, small_model
 
 # what a block's FFN has, attention has, and both: (ffn, ffn_out, attention) per block
 COUNTS = {
@@ -93,3 +96,41 @@ def test_a_model_of_unknown_names_lists_its_linear_layers():
 
 def test_thirty_families_are_named():
     assert len({*CAUSAL, *MASKED, *SEQ2SEQ} - {*MOE}) >= 30
+
+
+def longest(model, family):
+    """The longest sequence that a model takes, of 40 tokens at most."""
+    lengths = []
+    for length in (*range(8, 20), 40):
+        tokens = torch.arange(length)[None] % 8 + 5
+        with torch.no_grad(), contextlib.suppress(IndexError, RuntimeError):
+            model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+            lengths.append(length)
+    return None if 40 in lengths else max(lengths)
+
+
+@pytest.mark.parametrize("family", [*CAUSAL, *MASKED])
+def test_tables_of_positions_limit_the_length(family, tmp_path):
+    config = small_config(family)
+    config.max_position_embeddings = 16
+    if family == "mpt":
+        config.max_seq_len = 16
+    kind = "causal_lm" if family in CAUSAL else "labels"
+    config.save_pretrained(tmp_path)
+    model = pretrained._build(str(tmp_path), kind, 2).eval()
+    options = pretrained.PretrainedOptions(name="", family="pretrained", path=str(tmp_path))
+    assert pretrained.Pretrained.positions(options) == longest(model, family)
+
+
+@pytest.mark.parametrize("family", [*CAUSAL, "bert", "roberta", "electra", "camembert"])
+def test_causal_language_models_do_not_see_later_tokens(family, tmp_path):
+    small_config(family).save_pretrained(tmp_path)
+    assert not pretrained.sees_later_tokens(pretrained._build(str(tmp_path), "causal_lm", 0))
+
+
+def test_a_model_that_sees_later_tokens_is_refused(tmp_path):
+    config = transformers.XLNetConfig(vocab_size=64, d_model=32, n_layer=2, n_head=2, d_inner=64)
+    transformers.XLNetLMHeadModel(config).save_pretrained(tmp_path)
+    options = pretrained.PretrainedOptions(name="", family="pretrained", path=str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"XLNetLMHeadModel\) predicts a token from later ones"):
+        pretrained.Pretrained.initial_state(options, None, 0)

@@ -259,10 +259,10 @@ def require_held(layers: Mapping[str, SparseLayer], optimizer: Optimizer) -> Non
     if gone:
         more = f" and {len(gone) - 1} more layers" if len(gone) > 1 else ""
         raise ConfigError(
-            f"the weight of {gone[0]!r}{more} is not in the {type(optimizer).__name__} that the "
-            "sparsifier is attached to: build the optimizer after load_state_dict(assign=True), "
-            "and attach again; DeepSpeed, which replaces weights by flat partitions, is not "
-            "supported (FSDP2 and DistributedDataParallel are)"
+            f"the weight of {gone[0]!r}{more} trains, but is not in the {type(optimizer).__name__} "
+            "that the sparsifier is attached to. If it was frozen, add it to that optimizer; after "
+            "load_state_dict(assign=True), build the optimizer again and attach to it; DeepSpeed, "
+            "which gives the optimizer flat partitions, is not supported"
         )
 
 

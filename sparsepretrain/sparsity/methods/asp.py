@@ -19,6 +19,8 @@ TIED = 0.1
 """Share of tied groups above which a layer is named; of Gaussian weights in bf16 0.4 % tie."""
 EXCEPTIONS = 0.1
 """Share of groups with too many entries below which the weight was meant to be N:M."""
+PRUNED = 0.1
+"""Share of exact zeros above which the weight was pruned."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,7 +38,7 @@ class StoredMask(Method):
 
     def __init__(self, options: MethodOptions, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
-        # layer, its groups, and how many of them tie and have more than N non-zeros
+        # layer, its groups, how many of them tie and have more than N non-zeros, and its zeros
         self._counts: list[tuple[str, int, Tensor]] = []
 
     def initial_state(self, weight: Tensor, state: LayerState) -> dict[str, Tensor]:
@@ -61,7 +63,8 @@ class StoredMask(Method):
         score = torch.where((magnitude > least) | magnitude.isnan(), 1.0, score)
         if not weight.is_meta:
             nonzeros = kernels.nonzeros_per_group(weight, m, dim=state.dim)
-            counts = [(dropped == kept).sum(), (nonzeros > n).sum()]
+            zeros = weight.numel() - nonzeros.sum()
+            counts = [(dropped == kept).sum(), (nonzeros > n).sum(), zeros]
             self._counts.append((state.layer_name, kept.numel(), torch.stack(counts)))
         return kernels.nm_mask(score, n, m, dim=state.dim)
 
@@ -71,8 +74,15 @@ class StoredMask(Method):
         n, m = self.pattern
         if counted and n < m:
             rows = torch.stack([each.to(counted[0][2].device) for *_, each in counted]).tolist()
-            for (layer, groups, _), (tied, full) in zip(counted, rows, strict=True):
-                if tied > TIED * groups:
+            for (layer, groups, _), (tied, full, zeros) in zip(counted, rows, strict=True):
+                pruned = PRUNED * groups * m < zeros < groups * m
+                if tied > TIED * groups and pruned:
+                    self.remark(
+                        f"some zeros of pruned weights, which are sparser than {n}:{m}, train "
+                        "unless keep_zeros() (init.mask=zeros) keeps them:",
+                        layer,
+                    )
+                elif tied > TIED * groups:
                     self.remark(
                         "fixed masks are random where magnitudes are equal, in many groups of",
                         layer,
@@ -80,6 +90,11 @@ class StoredMask(Method):
                 if 0 < full < EXCEPTIONS * groups:
                     self.remark(
                         f"pruned groups of weights that are {n}:{m} otherwise, of",
+                        f"{layer} ({full:,} of {groups:,} groups had more than {n} non-zeros)",
+                    )
+                elif full and pruned:
+                    self.remark(
+                        f"pruned weights whose zeros have another pattern than {n}:{m},",
                         f"{layer} ({full:,} of {groups:,} groups had more than {n} non-zeros)",
                     )
         return super().take_remarks()

@@ -6,11 +6,13 @@ import re
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 import sparsepretrain as sp
 from sparsepretrain import kernels
 from sparsepretrain.cli import main
-from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain.errors import CheckpointError, ConfigError, DataError
 from sparsepretrain.runs import weights
 from sparsepretrain.training.assembly import evaluated_model
 from support.families import small_config
@@ -119,6 +121,177 @@ def test_layers_that_were_meant_to_be_sparse_are_counted(tmp_path, case):
     _, out, _ = fine_tuned(tmp_path, "sparsity=ste")
     text = " ".join(out.split())
     assert re.search(expected, text) if expected else "of the checkpoint" not in text
+
+
+def with_zeros(directory, keep):
+    """A checkpoint whose FFN weights (Conv1D: in, out) keep the entries of ``keep(weight)``."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(small_config("gpt2"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "mlp" in name and parameter.dim() == 2:
+                parameter.masked_fill_(~keep(parameter), 0)
+    model.save_pretrained(directory)
+    return model.state_dict()
+
+
+def nm(n, m, dim=0):
+    return lambda w: kernels.nm_mask(torch.rand_like(w), n, m, dim=dim)
+
+
+ASP = "sparsity=asp sparsity.at=0"
+OTHER_PATTERNS = {
+    "1:4": (nm(1, 4), f"1:4, .* trains their zeros too: {ASP} sparsity.n=1 keeps"),
+    "4:8": (nm(4, 8), f"4:8, .*: {ASP} sparsity.n=4 sparsity.m=8 keeps"),
+    "2:8": (nm(2, 8), f"2:8, .*: {ASP} sparsity.m=8 keeps"),
+    "8:16": (nm(8, 16), f"8:16, .*: {ASP} sparsity.n=8 sparsity.m=16 keeps"),
+    "half": (
+        lambda w: torch.rand_like(w) < 0.5,
+        f"pruned without a pattern, .*: {ASP} sparsity.n=4 sparsity.m=4 init.mask=zeros keeps",
+    ),
+    "other axis": (nm(2, 4, dim=1), "pruned without a pattern"),
+}
+
+
+@pytest.mark.parametrize("sparsity", ["dense", "ste"])
+@pytest.mark.parametrize("case", OTHER_PATTERNS)
+def test_zeros_of_any_pattern_are_noted_with_words_that_keep_them(tmp_path, case, sparsity):
+    keep, expected = OTHER_PATTERNS[case]
+    source = with_zeros(tmp_path / "model", keep)
+    _, out, _ = fine_tuned(tmp_path, f"sparsity={sparsity}")
+    text = " ".join(out.split())
+    assert re.search(f"note: 4 layers of the checkpoint are {expected}", text)
+    words = re.search(r"too: (sparsity=asp .*?) keeps them", text)[1].split()
+    directory, _, _ = fine_tuned(tmp_path, *words)
+    masks = sp.sparsifier_of(evaluated_model(weights.find(directory))[1]).masks()
+    assert len(masks) == 4
+    for name, mask in masks.items():
+        assert not (mask & (source[f"{name}.weight"] == 0)).any() or case == "1:4"
+        assert torch.equal(mask, source[f"{name}.weight"] != 0)
+
+
+@pytest.mark.parametrize(
+    ("keep", "told"),
+    [
+        (nm(1, 4), "some zeros of pruned weights, which are sparser than 2:4, train unless keep_"),
+        (nm(4, 8), r"another pattern than 2:4, transformer\.h\.0\.mlp\.c_fc \(.* of 512 groups"),
+        (nm(2, 4, dim=1), r"another pattern than 2:4"),
+        (lambda w: torch.rand_like(w) < 0.7, r"another pattern than 2:4"),
+    ],
+)
+def test_fixed_masks_that_change_the_zeros_of_a_checkpoint_say_so(tmp_path, keep, told):
+    with_zeros(tmp_path / "model", keep)
+    _, out, _ = fine_tuned(tmp_path, "sparsity=asp", "sparsity.at=0")
+    assert re.search(told, " ".join(out.split())), out
+
+
+def rewritten(directory, change):
+    """A small GPT-2 whose state dict was changed."""
+    model = transformers.AutoModelForCausalLM.from_config(small_config("gpt2"))
+    model.save_pretrained(directory)
+    file = directory / "model.safetensors"
+    save_file(change(load_file(file)), file, {"format": "pt"})
+
+
+def renamed(prefix):
+    return lambda state: {f"{prefix}{key}": value for key, value in state.items()}
+
+
+def without(name):
+    return lambda state: {k: v for k, v in state.items() if name not in k}
+
+
+def replaced(name, change):
+    return lambda state: {k: change(v) if name in k else v for k, v in state.items()}
+
+
+def sparse_run(state):
+    return state | {
+        "sparsity_counters": torch.zeros(3),
+        "h.0.mlp.c_fc.sparsity.beta": torch.ones(1),
+    }
+
+
+def another_block(state):
+    return state | {k.replace("h.1.", "h.2."): v.clone() for k, v in state.items() if "h.1." in k}
+
+
+FC = "h.1.mlp.c_fc.weight"
+FOREIGN = {
+    "sparse run": (sparse_run, "has the master weights of a sparse model .*checkpoint-N/sparse"),
+    "compiled": (renamed("_orig_mod."), "lacks .* its names begin with '_orig_mod.'"),
+    "wrapped": (renamed("module."), "lacks .* its names begin with 'module.'"),
+    "one weight less": (without(FC), "lacks transformer.h.1.mlp.c_fc.weight, which"),
+    "a block less": (without("h.1."), "lacks transformer.h.1.* and 11 more weights"),
+    "a block more": (another_block, "has further blocks: .*h.2"),
+    "other shape": (replaced(FC, lambda w: w[:, :8].clone()), "lacks transformer.h.1.mlp.c_fc.wei"),
+    "integers": (replaced(FC, lambda w: (w * 100).to(torch.int8)), "has the dtype I8, so its weig"),
+    "NaN": (replaced(FC, lambda w: w * float("nan")), "c_fc.weight is not finite"),
+    "infinity": (
+        replaced("wte", lambda w: w + float("inf")),
+        "wte.weight and 1 more .* not finite",
+    ),
+}
+
+
+@pytest.mark.parametrize("verb", ["finetune", "eval"])
+@pytest.mark.parametrize("case", FOREIGN)
+def test_weights_that_do_not_belong_to_the_model_are_refused(tmp_path, capsys, case, verb):
+    change, told = FOREIGN[case]
+    rewritten(tmp_path / "model", change)
+    (tmp_path / "text.py").write_text("print('sheep')\n" * 300)
+    words = [str(tmp_path / "model"), *WORDS, f"data.roots=['{tmp_path}']", "parallel.device=cpu"]
+    words += ["data.tokenizer=bytes"]
+    words += [f"runs_dir='{tmp_path}/runs'"] if verb == "finetune" else []
+    assert main([verb, *(w for w in words if verb == "finetune" or w != "steps=1")]) == 4
+    err = " ".join(capsys.readouterr().err.split())
+    assert re.search(told, err) and err.count("sparsepretrain:") == 1
+    assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x08\0\0\0\0\0\0\0{}", b"version https://git-lfs\n" * 5]
+)
+def test_damaged_weights_are_one_line(tmp_path, content):
+    rewritten(tmp_path / "model", dict)
+    (tmp_path / "model/model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match="model cannot be loaded: ") as caught:
+        fine_tuned(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_truncated_and_pickled_weights_are_one_line(tmp_path):
+    rewritten(tmp_path / "model", dict)
+    file = tmp_path / "model/model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match="model cannot be loaded: "):
+        fine_tuned(tmp_path)
+    file.unlink()
+    (tmp_path / "model/pytorch_model.bin").write_bytes(b"garbage")
+    with pytest.raises(CheckpointError, match="model cannot be loaded: "):
+        fine_tuned(tmp_path)
+
+
+def test_sequences_longer_than_the_positions_are_refused(tmp_path):
+    rewritten(tmp_path / "model", dict)
+    most = small_config("gpt2").n_positions
+    with pytest.raises(
+        ConfigError, match=rf"task\.sequence_length must be ≤ {most}, its positions"
+    ):
+        fine_tuned(tmp_path, f"task.sequence_length={most + 4}")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_embedding_is_refused(tmp_path):
+    rewritten(tmp_path / "model", dict)
+    words = {f"w{i}": i for i in range(small_config("gpt2").vocab_size + 3)} | {"<unk>": 10**4}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    told = r"has 10001 tokens, but the model has rows for"
+    with pytest.raises(DataError, match=told):
+        fine_tuned(tmp_path, f"data.tokenizer={tmp_path}/tokenizer.json", "data.vocab_size=10001")
+    assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
 def test_sparse_layers_that_are_no_targets_are_noted(tmp_path):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import sparsepretrain as sp
+from sparsepretrain.errors import ConfigError
 
 pytestmark = pytest.mark.hosts
 STEPS = 6
@@ -77,3 +78,19 @@ def test_model_optimizers_sparse_magnitude_is_asp(at):
     dense = handle.dense_state_dict()
     for name in masks:
         assert torch.equal(dense[f"{name}.weight"], theirs.get_submodule(name).weight), name
+
+
+def test_layers_of_other_sparsity_libraries_are_named():
+    """Their weight is computed, or no plain tensor."""
+    sparsity = pytest.importorskip("modelopt.torch.sparsity")
+    model = sparsity.sparsify(net(), "sparse_magnitude")
+    with pytest.raises(ConfigError, match=r"computes its weight from another one .*exclude"):
+        sp.sparsify(model, "ste", targets=["*"])
+
+
+def test_quantized_layers_are_named():
+    quantization = pytest.importorskip("torchao.quantization")
+    model = net()
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    with pytest.raises(ConfigError, match=r"'0' has a weight of the class .*: dequantize it, or"):
+        sp.sparsify(model, "ste", targets=["*"])

@@ -1,0 +1,95 @@
+"""Zeros of initial weights: say which pattern they have and what keeps them, or keep them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from torch import Tensor, nn
+
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.kernels import nonzeros_per_group
+from sparsepretrain.sparsity import Sparsifier
+from sparsepretrain.sparsity.engine.own_forwards import layer_family
+
+PATTERNS = ((1, 8), (1, 4), (2, 8), (4, 16), (1, 2), (2, 4), (4, 8), (8, 16))
+"""Patterns that are recognized, the sparsest first."""
+PRUNED = 0.1
+"""Share of exact zeros above which a weight was pruned."""
+MEANT = 0.1
+"""Share of groups with too many non-zeros below which a weight was meant to be N:M."""
+
+
+def keep_zeros(sparsifier: Sparsifier) -> None:
+    """Apply ``init.mask=zeros``."""
+    try:
+        sparsifier.keep_zeros()
+    except ConfigError as error:
+        raise ConfigError([("init.mask", f"=zeros: {text}") for text in error.messages]) from error
+
+
+def zeros_note(model: nn.Module, sparsifier: Sparsifier) -> str:
+    """Return a note if layers of the initial weights were pruned and zeros will train, or ""."""
+    method = sparsifier.method
+    n, m = method.options.n, method.options.m
+    kept = {*sparsifier.layers.values()} if method.keeps_zeros else set()
+    pruned: dict[tuple[tuple[int, int] | None, bool], list[int]] = defaultdict(list)
+    for module in model.modules():
+        family = layer_family(type(module))
+        weight: Any = module._parameters.get("weight")
+        if family is None or weight is None or not weight.any():
+            continue
+        if float((weight == 0).float().mean()) < PRUNED:
+            continue
+        pattern, exceptions = pattern_of(weight, 1 if family in (nn.Linear, nn.Conv2d) else 0)
+        is_kept = module in kept
+        if is_kept and pattern is not None and pattern[0] * m >= n * pattern[1]:
+            continue  # as many non-zeros as the mask keeps, or more, of which a warning tells
+        pruned[pattern, is_kept].append(exceptions)
+    parts = [
+        _described(pattern, is_kept, exceptions, method.options.name, bool(kept))
+        for (pattern, is_kept), exceptions in pruned.items()
+    ]
+    return f"note: {'; '.join(parts)}" if parts else ""
+
+
+def pattern_of(weight: Tensor, dim: int) -> tuple[tuple[int, int] | None, int]:
+    """Return the sparsest pattern N:M of a weight along ``dim``, and the groups that differ.
+
+    None: the zeros have no pattern that is known.
+    """
+    for n, m in PATTERNS:
+        if weight.shape[dim] % m == 0:
+            nonzeros = nonzeros_per_group(weight, m, dim=dim)
+            full = int((nonzeros > n).sum())
+            if full < MEANT * nonzeros.numel():
+                return (n, m), full
+    return None, 0
+
+
+def _described(
+    pattern: tuple[int, int] | None,
+    is_kept: bool,
+    exceptions: list[int],
+    method: str,
+    keeps_some: bool,
+) -> str:
+    """Say what happens to the zeros of layers of one pattern, and what keeps them."""
+    count = len(exceptions)
+    layers = (
+        "1 layer of the checkpoint is" if count == 1 else f"{count} layers of the checkpoint are"
+    )
+    but = f" but for {sum(exceptions):,} groups" if sum(exceptions) else ""
+    kind = "pruned without a pattern" if pattern is None else f"{pattern[0]}:{pattern[1]}"
+    if is_kept:
+        return f"{layers} {kind}{but}, and some of their zeros train: init.mask=zeros keeps them"
+    if keeps_some:
+        lost = "they are not among the targets: their zeros train"
+        return f"{layers} {kind}{but}, and {lost}: sparsity.targets with these layers keeps them"
+    words = "sparsity=asp sparsity.at=0"
+    if pattern is None:
+        words += " sparsity.n=4 sparsity.m=4 init.mask=zeros"
+    else:
+        words += f" sparsity.n={pattern[0]}" if pattern[0] != 2 else ""
+        words += f" sparsity.m={pattern[1]}" if pattern[1] != 4 else ""
+    return f"{layers} {kind}{but}, and sparsity={method} trains their zeros too: {words} keeps them"
