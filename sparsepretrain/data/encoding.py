@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sparsepretrain.errors import DataError, reason
+from sparsepretrain.files import require_file
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "\0")
@@ -82,6 +83,7 @@ class FileCodec:
         from tokenizers import Tokenizer
 
         try:
+            require_file(file)  # a pipe would block
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # tokenizers raises bare Exception
             raise DataError(f"{file} is not a tokenizer.json: {reason(error)}") from error
@@ -90,11 +92,13 @@ class FileCodec:
         self._tokenizer.no_truncation()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        declared = declared_end(file)
+        self.declared = declared_end(file)
+        """Token that a file beside it names as the end of text; the vocabulary may lack it."""
         self.ends = [name for name in ENDS if name in vocabulary]
         """Tokens that may end a document; the first one does."""
-        if declared in vocabulary:
-            self.ends = [declared]
+        self.lacks_declared = self.declared is not None and self.declared not in vocabulary
+        if self.declared is not None and not self.lacks_declared:
+            self.ends = [self.declared]
         self.end_of_text = vocabulary[self.ends[0]] if self.ends else None
         self.mask = next((vocabulary[name] for name in MASKS if name in vocabulary), None)
         added = self._tokenizer.get_added_tokens_decoder()

@@ -105,23 +105,39 @@ class Images:
         return json.loads(bytes(self._bytes[begin : end - 1]))  # byte 0 ends it
 
 
+_BITS, _PHOTOMETRIC, _SAMPLES = 258, 262, 339
+"""Tags of TIFF: bits per sample, meaning of 0, and type of the samples (2: signed integers)."""
+
+
 def to_rgb(image: Image) -> Image:
     """Return an image in 8-bit RGB; an alpha channel is dropped, as torchvision does.
 
-    Pillow's conversion would clip 16-bit gray values at 255, and floating-point ones too.
+    Pillow's conversion would clip 16-bit gray values at 255, and floating-point ones too. Values
+    are scaled by the range that the file declares: 12-bit values in a 16-bit PNG stay dark.
 
     Raises:
         ValueError: the values have no known range.
     """
-    is_16_bit = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG")
-    if is_16_bit:
+    tags = getattr(image, "tag_v2", {})  # of a TIFF
+    bits = int(np.ravel(tags.get(_BITS, 16))[0])
+    is_signed = int(np.ravel(tags.get(_SAMPLES, 1))[0]) == 2
+    # Pillow has scaled the values of PGM to 16 bits; older versions read 16-bit PNG as 32 bits
+    is_wide = image.mode == "I" and image.format in ("PNG", "PPM")
+    if image.mode.startswith("I;16") or is_wide:
         from PIL import Image
 
+        most = (1 << bits) - 1  # 12-bit TIFF is not scaled by Pillow
         values = np.asarray(image).astype(np.uint32)
-        return Image.fromarray(((values + 128) // 257).astype(np.uint8)).convert("RGB")
-    if image.mode in ("I", "F"):
-        kind = "integers" if image.mode == "I" else "floating-point numbers"
-        raise ValueError(f"its pixels are 32-bit {kind}: convert it to 8 or 16 bits")
+        if tags.get(_PHOTOMETRIC) == 0:  # 0 is white; Pillow inverts up to 8 bits
+            values = most - values
+        return Image.fromarray(((values * 255 + most // 2) // most).astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F") or is_signed:
+        bits = bits if tags else 32
+        kind = "floating-point numbers" if image.mode == "F" else "integers"
+        sign = "signed " if is_signed else ""
+        raise ValueError(
+            f"its pixels are {sign}{bits}-bit {kind}: convert it to 8 or 16 bits without a sign"
+        )
     return image.convert("RGB")
 
 

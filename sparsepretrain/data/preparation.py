@@ -23,7 +23,14 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from sparsepretrain import registry
-from sparsepretrain.data.encoding import SETTINGS, ByteCodec, Codec, declare_end, open_codec
+from sparsepretrain.data.encoding import (
+    SETTINGS,
+    ByteCodec,
+    Codec,
+    FileCodec,
+    declare_end,
+    open_codec,
+)
 from sparsepretrain.data.formats import FORMATS, raw_targets
 from sparsepretrain.data.source import SPLITS, TRAIN, VALIDATION, Document, Shard, Source
 from sparsepretrain.data.tokens import (
@@ -180,6 +187,11 @@ def _build(source: Source, directory: Path, workers: int | None, report: OnProgr
             f"data.vocab_size={source.vocab_size}: set data.vocab_size={codec.vocab_size}"
         )
     _check_end(codec, source, parts)
+    if isinstance(codec, FileCodec) and codec.lacks_declared:
+        # a run and its export must not add the missing token to the vocabulary
+        (parts / SETTINGS[0]).unlink()
+        if codec.ends:
+            write_atomic(parts / SETTINGS[0], declare_end(codec.ends[0]))
     dtype = np.min_scalar_type(source.vocab_size - 1).newbyteorder("<").str  # little-endian
     job = _Job(source, tokenizer, dtype, parts)
     _tokenize(job, shards, workers, report)
@@ -199,7 +211,15 @@ def _check_end(codec: Codec, source: Source, parts: Path) -> None:
             f"data.end_of_text: {what} has no token {named!r}; its special tokens: {special}"
         )
     text = ""
-    if not codec.ends:
+    if codec.lacks_declared:
+        guess = (
+            f"{codec.ends[0]} ends each document" if codec.ends else "documents follow each other"
+        )
+        text = (
+            f"{what} has no token {codec.declared!r}, the eos_token of the file beside it, so "
+            f"{guess}: name another one by data.end_of_text; special tokens: {special}"
+        )
+    elif not codec.ends:
         text = (
             f"{what} has no end-of-text token of a usual name, so documents follow each other "
             f"without a separator: name it by data.end_of_text; special tokens: {special}"

@@ -18,7 +18,7 @@ from sparsepretrain.data.encoding import (
 )
 from sparsepretrain.data.hub import hub_access
 from sparsepretrain.errors import DataError, reason
-from sparsepretrain.files import cache_directory, write_atomic
+from sparsepretrain.files import cache_directory, require_file, write_atomic
 from sparsepretrain.registry import suggestion
 
 
@@ -74,7 +74,9 @@ class Tokenizer:
     def read(self) -> str:
         """Return the tokenizer.json of a file or a hub repository."""
         try:
-            return self._path().read_text(encoding="utf-8")
+            path = self._path()
+            require_file(path)  # a pipe would block
+            return path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:  # also not UTF-8, or no legal repository name
             hint = ""
             if self.origin == "hub":

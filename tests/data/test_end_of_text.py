@@ -125,6 +125,37 @@ def test_files_beside_the_tokenizer_name_it(name, value, tokenizer, prepared):
     assert ending(prepared(file)) == "</s>" and prepared(file).directory != data.directory
 
 
+@pytest.mark.parametrize(
+    ("special", "end"),
+    [
+        (("<|endoftext|>",), "<|endoftext|> ends each document"),
+        (("<eos>", "</s>"), "</s> ends each document"),
+        (("<PAD>",), "documents follow each other"),
+    ],
+)
+@pytest.mark.parametrize("name", ["tokenizer_config", "special_tokens_map"])
+def test_a_declared_token_that_the_tokenizer_lacks_is_one_warning(
+    special, end, name, tokenizer, prepared
+):
+    file = tokenizer(*special, **{name: {"eos_token": "<|im_end|>"}})
+    with pytest.warns(SparsePretrainWarning) as caught:
+        data = prepared(file)
+    (warning,) = caught
+    words = str(warning.message)
+    assert "has no token '<|im_end|>', the eos_token" in words and "data.end_of_text" in words
+    assert end in words and "\n" not in words
+    used = ending(data)
+    assert (used or "documents follow") in end
+    # runs and export take the token that ends the documents, not the missing one
+    codec = FileCodec(data.tokenizer_file)
+    assert codec.declared == used and codec.end_of_text == data.end_of_text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert prepared(file).directory == data.directory
+        assert ending(prepared(tokenizer(*special), end=special[0])) == special[0]
+
+
+@pytest.mark.filterwarnings("ignore:tokenizer .* has no token '<unheard-of>'")
 @pytest.mark.parametrize("eos", [None, "", "<unheard-of>"])
 def test_files_that_name_no_token_leave_the_usual_names(eos, tokenizer, prepared):
     assert ending(prepared(tokenizer("</s>", tokenizer_config={"eos_token": eos}))) == "</s>"

@@ -132,5 +132,6 @@ def test_a_model_that_sees_later_tokens_is_refused(tmp_path):
     config = transformers.XLNetConfig(vocab_size=64, d_model=32, n_layer=2, n_head=2, d_inner=64)
     transformers.XLNetLMHeadModel(config).save_pretrained(tmp_path)
     options = pretrained.PretrainedOptions(name="", family="pretrained", path=str(tmp_path))
-    with pytest.raises(CheckpointError, match=r"XLNetLMHeadModel\) predicts a token from later ones"):
+    told = r"XLNetLMHeadModel\) predicts a token from later ones"
+    with pytest.raises(CheckpointError, match=told):
         pretrained.Pretrained.initial_state(options, None, 0)

@@ -7,6 +7,8 @@ import contextlib
 import gzip
 import io
 import lzma
+import os
+import stat
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
@@ -104,9 +106,31 @@ BOM = b"\xef\xbb\xbf"
 """Byte-order mark of UTF-8, which some editors write at the start of a file."""
 
 
+def irregular(mode: int) -> str:
+    """Return the problem of a file that is no regular one, given its ``st_mode``, or "".
+
+    A pipe cannot be read twice and may never end. A directory is left to the system's message.
+    """
+    kinds = {
+        stat.S_IFIFO: "a pipe",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+        stat.S_IFSOCK: "a socket",
+    }
+    kind = kinds.get(stat.S_IFMT(mode))
+    return f"is no regular file but {kind}: write its content to a file" if kind else ""
+
+
+def _open_regular(path: str) -> BinaryIO:
+    """Open a file for reading, unless opening it may block."""
+    if problem := irregular(os.stat(path).st_mode):
+        raise DataError(f"{path} {problem}")
+    return open(path, "rb")
+
+
 def is_compressed(path: str) -> bool:
     """Return True if the first bytes of a file are those of a compressed one."""
-    with open(path, "rb") as file:
+    with _open_regular(path) as file:
         start = file.read(8)
     return any(start.startswith(magic) for magic in OPENERS)
 
@@ -120,7 +144,7 @@ def opened(path: str, key: str = "") -> Iterator[BinaryIO]:
         key: configuration key that names it.
     """
     try:
-        with open(path, "rb") as plain:
+        with _open_regular(path) as plain:
             start = plain.read(8)
             opener = next((o for magic, o in OPENERS.items() if start.startswith(magic)), None)
             plain.seek(0)

@@ -14,10 +14,18 @@ from typing import Any, ClassVar
 from sparsepretrain.data.source import TRAIN, VALIDATION, Document, Shard, Source
 from sparsepretrain.data.sources._compressed import (
     BOM,
+    CHUNK,
+    irregular,
     is_compressed,
     opened,
     plain_size,
     unreadable,
+)
+from sparsepretrain.data.sources._magic import (
+    HEAD,
+    binary_kind,
+    is_text_with_zeros,
+    known_encoding,
 )
 from sparsepretrain.errors import DataError
 
@@ -25,6 +33,8 @@ SHARD_BYTES = 4 << 20
 """Bytes per shard: 1 to 2 s of byte-level BPE on one core, lost by an interruption."""
 LONGEST_LINE = 1 << 20
 """Large files are cut at a line end, unless a line is longer than this (bytes)."""
+CONVERT = "convert the file from its encoding, `iconv -f ENCODING -t UTF-8`"
+"""Remedy for text that is not UTF-8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +61,8 @@ class TextFile:
             stat = os.stat(path)
         except OSError as error:
             raise unreadable(path, error, key) from error
+        if problem := irregular(stat.st_mode):
+            raise DataError(f"{key}: {path} {problem}" if key else f"{path} {problem}")
         return cls(name, os.path.realpath(path), stat.st_size, stat.st_mtime_ns)
 
 
@@ -212,25 +224,55 @@ def require_text(text: bytes, path: str, at: int) -> None:
         what = "a NUL byte"
     if wrong < 0:
         return
-    with opened(path) as file:
-        before = file.read(max(2, at + wrong))
-    remedy = f"convert the file, such as `iconv -f {_coding(before + text)} -t UTF-8`"
-    if what == "a NUL byte" and _coding(before + text) == "LATIN1":
+    refuse_binary(path)
+    line = _lines_before(path, at + wrong) + 1
+    encoding = known_encoding(_head(path))
+    if encoding:
+        what = encoding
+        remedy = CONVERT.replace("ENCODING", encoding)
+    elif what != "a NUL byte":
+        remedy = CONVERT
+    elif is_text_with_zeros(text):
         remedy = "remove such bytes, as `tr -d '\\000'` does"
-    line = before.count(b"\n", 0, at + wrong) + 1
+    else:
+        remedy = "convert the file to UTF-8 if it is text"
     raise DataError(
         f"{path}, line {line}: expected UTF-8 text, got {what}: {remedy}, or leave the file out"
     )
 
 
-def _coding(begin: bytes) -> str:
-    """Guess the encoding of a file that is not UTF-8; half of the bytes of UTF-16 are often 0."""
-    if begin[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        return "UTF-16"
-    even, odd = (begin[k:4096:2].count(0) for k in (0, 1))
-    if max(even, odd) > min(len(begin), 4096) / 8:
-        return "UTF-16LE" if odd > even else "UTF-16BE"
-    return "LATIN1"
+def refuse_binary(path: str) -> None:
+    """Refuse a file whose first bytes are those of a kind of binary file.
+
+    Call this for files that are no text: some texts begin with such bytes, too.
+    """
+    with open(path, "rb") as file:
+        stored = file.read(HEAD)
+    if kind := binary_kind(_head(path), stored if is_compressed(path) else b"", path):
+        raise DataError(f"{path} {kind}")
+
+
+def refuse_other(path: str) -> None:
+    """Refuse a file that is no UTF-8 text, by its first bytes; see :func:`refuse_binary`."""
+    refuse_binary(path)
+    if encoding := known_encoding(_head(path)):
+        remedy = CONVERT.replace("ENCODING", encoding)
+        raise DataError(f"{path}: expected UTF-8 text, got {encoding}: {remedy}")
+
+
+def _head(path: str) -> bytes:
+    with opened(path) as file:
+        return file.read(HEAD)
+
+
+def _lines_before(path: str, end: int) -> int:
+    """Return the number of line feeds before a byte of a file, decompressed."""
+    lines = 0
+    with opened(path) as file:
+        while end > 0 and (chunk := file.read(min(end, CHUNK))):
+            lines += chunk.count(b"\n")
+            end -= len(chunk)
+    return lines
 
 
 def _goes_on(path: str, at: int) -> bool:
@@ -248,12 +290,13 @@ def _is_begun(end: bytes) -> bool:
 def match(key: str, pattern: str) -> list[TextFile]:
     """Return the files matching ``pattern``, named relative to its part without wildcards."""
     expanded = os.path.abspath(os.path.expanduser(pattern))
-    plain = os.path.isfile(expanded)  # a real file name may contain [ or *
+    # a real file name may contain [ or *
+    plain = os.path.exists(expanded) and not os.path.isdir(expanded)
     paths = [expanded] if plain else sorted(glob.glob(expanded, recursive=True))
     for path in paths:
         if not os.path.exists(path):
             raise DataError(f"{key}: {path} is a link to a file that does not exist")
-    paths = [path for path in paths if os.path.isfile(path)]
+    paths = [path for path in paths if not os.path.isdir(path)]
     if not paths:
         hint = f" (a directory: use {pattern}/**/*.txt)" if os.path.isdir(expanded) else ""
         if "[" in pattern:
@@ -264,7 +307,7 @@ def match(key: str, pattern: str) -> list[TextFile]:
     while plain or glob.has_magic(fixed):
         fixed, plain = os.path.dirname(fixed), False
     names = (os.path.relpath(path, fixed).replace(os.sep, "/") for path in paths)
-    return [TextFile.at(path, name) for path, name in zip(paths, names, strict=True)]
+    return [TextFile.at(path, name, key) for path, name in zip(paths, names, strict=True)]
 
 
 def refuse_shared(files: Iterable[tuple[str, TextFile]]) -> None:

@@ -8,10 +8,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sparsepretrain.data.source import SPLITS, Document, Shard, Source, SourceOptions, ranges
+from sparsepretrain.data.source import SPLITS, TRAIN, Document, Shard, Source, SourceOptions, ranges
 from sparsepretrain.data.sources._files import TextFile, match, refuse_shared
 from sparsepretrain.data.sources._hub import load_rows
-from sparsepretrain.data.sources._rows import KNOWN, Piece, Row, cut, format_of, located
+from sparsepretrain.data.sources._rows import (
+    Piece,
+    Row,
+    cut,
+    format_of,
+    located,
+    names_file,
+    no_rows,
+    text,
+)
 from sparsepretrain.errors import Problems
 
 SHARD_ROWS = 16384
@@ -43,13 +52,15 @@ class RecordOptions(SourceOptions):
         yield from SourceOptions.problems(self)
         if not self.train:
             yield "train", "must name a split or a file"
+        is_known = True
         for key, entries in self.entries.items():
-            for entry in entries if self.local else []:
-                if format_of(entry) is None:
-                    # shipped configurations name hub splits
-                    hint = f"; give files for data.{key} too, or data.{key}=[]"
-                    yield key, f"{entry!r} is not a {KNOWN} file{hint}"
-        if not self.local and not self.path:
+            for entry in entries:
+                is_file = names_file(entry) or not self.path
+                if format_of(entry) is None and (self.local or is_file):
+                    none = None if key == TRAIN else "[]"
+                    yield key, no_rows(entry, f"data.{key}", none, is_file=is_file)
+                    is_known = False
+        if is_known and not self.local and not self.path:
             yield "path", "must be a hub repository, or let data.train name files"
 
 
@@ -124,6 +135,14 @@ class _HubPiece:
         """Yield the rows with their places; see :meth:`Piece.read`."""
         for number, row in enumerate(self.dataset.select(range(self.begin, self.end)), self.begin):
             yield f"{self.split}, row {number}", row
+
+
+def whole_text(row: Row, column: str) -> str:
+    """Return the text in ``column``; refuse the character that separates texts read as bytes."""
+    found = text(row, column)
+    if "\0" in found:
+        raise ValueError(f"column {column!r} has a NUL character, which ends a text: remove it")
+    return found
 
 
 def encode(record: Row) -> bytes:

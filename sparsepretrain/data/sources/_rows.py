@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from sparsepretrain.data.sources._compressed import BOM, is_compressed, opened
-from sparsepretrain.data.sources._files import SHARD_BYTES
+from sparsepretrain.data.sources._files import CONVERT, SHARD_BYTES, refuse_other
 from sparsepretrain.errors import DataError, needs, reason
 from sparsepretrain.files import parse_json
 
@@ -30,8 +31,44 @@ SUFFIXES: dict[str, Format] = {
 KNOWN = ".jsonl, .ndjson, .json (plain, .gz, .bz2, .xz or .zst) or .parquet"
 """:data:`SUFFIXES` in words."""
 
+OTHERS = frozenset(
+    f".{end}"
+    for end in (
+        *("arrow", "avro", "bz2", "csv", "feather", "gz", "h5", "hdf5", "json", "json5", "jsonl"),
+        *("lz4", "lzma", "ndjson", "npy", "npz", "orc", "parquet", "pickle", "pkl", "pt"),
+        *("sqlite", "tar", "text", "tgz", "tsv", "txt", "xls", "xlsx", "xml", "xz", "yaml"),
+        *("yml", "z", "zip", "zst"),
+    )
+)
+"""Suffixes that mark the name of a file; names of hub splits may contain a dot."""
+
 BATCH = 1024
 """Rows of a Parquet file that are decoded at a time."""
+
+
+def no_rows(entry: str, key: str, none: str | None, *, is_file: bool) -> str:
+    """Return the problem of an entry that is no file of a known format.
+
+    Args:
+        entry: value of the configuration.
+        key: its key.
+        none: value that leaves the split out; None: it cannot be left out.
+        is_file: True if the entry cannot be a hub split.
+    """
+    problem = f"{entry!r} is not a {KNOWN} file"
+    if is_file:
+        return f"{problem}: convert it, or rename it if it is one"
+    # shipped configurations name hub splits
+    instead = f", or {key}={none}" if none else ""
+    return f"{problem}, as those of other splits: give files for {key} too{instead}"
+
+
+def names_file(entry: str) -> bool:
+    """Return True for a file or glob, False for a split of the hub (train+test, train[:10%])."""
+    plain = entry.partition("[")[0]
+    is_pattern = any(character in entry for character in "/\\*?~")
+    suffix = os.path.splitext(plain)[1].lower()
+    return is_pattern or suffix in OTHERS
 
 
 def format_of(name: str) -> Format | None:
@@ -123,6 +160,7 @@ def cut(path: str, kind: Format) -> list[Piece]:
         groups = enumerate(zip(sizes, firsts, strict=False))
         return [Piece(path, rows, first, i, "parquet") for i, (rows, first) in groups if rows]
     with opened(path) as stream:
+        refuse_other(path)  # such bytes begin no JSON
         is_whole = is_compressed(path)
         start = stream.read(4096).removeprefix(BOM).lstrip()
         stream.seek(0)
@@ -173,7 +211,7 @@ def _parse(line: bytes, place: str) -> Row:
     try:
         return parse_json(line.removeprefix(BOM).decode())
     except UnicodeDecodeError as error:
-        raise DataError(f"{place}: not UTF-8 text") from error
+        raise DataError(f"{place}: not UTF-8 text: {CONVERT}") from error
     except json.JSONDecodeError as error:  # its own line number is that within the line
         why = f"{error.msg} at character {error.pos + 1}"
         raise DataError(f"{place}: expected one JSON object per line: {why}") from error

@@ -6,10 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from sparsepretrain.data.source import SPLITS, Document, Shard, SourceOptions, TokenOptions
+from sparsepretrain.data.source import SPLITS, TRAIN, Document, Shard, SourceOptions, TokenOptions
 from sparsepretrain.data.sources._files import TextFile, match, refuse_shared
 from sparsepretrain.data.sources._hub import HubOptions, HubSource
-from sparsepretrain.data.sources._rows import KNOWN, Row, cut, format_of, located, text
+from sparsepretrain.data.sources._rows import (
+    Row,
+    cut,
+    format_of,
+    located,
+    names_file,
+    no_rows,
+    text,
+)
 from sparsepretrain.errors import DataError, Problems
 from sparsepretrain.registry import register
 
@@ -33,10 +41,13 @@ class Options(HubOptions, TokenOptions):
 
     def problems(self) -> Problems:
         yield from TokenOptions.problems(self)
-        for split in SPLITS if self.local else ():
-            if split not in self.local and (name := getattr(self, split)) is not None:
-                hint = f"; give a file for data.{split} too, or data.{split}=null"
-                yield split, f"{name!r} is not a {KNOWN} file{hint}"
+        for split in SPLITS:
+            name = getattr(self, split)
+            if name is None or split in self.local:
+                continue
+            if (is_file := names_file(name)) or self.local:
+                none = None if split == TRAIN else "null"
+                yield split, no_rows(name, f"data.{split}", none, is_file=is_file)
         if self.languages[0] == self.languages[1]:
             yield "languages", f"must be two different codes, got {list(self.languages)}"
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparsepretrain.data.source import TRAIN, VALIDATION, IndexSource, Shard, SourceOptions
 from sparsepretrain.errors import DataError
+from sparsepretrain.files import require_file
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ class ImageFolder(IndexSource):
     def read(self, entry: dict[str, Any]) -> Image:
         from PIL import Image
 
-        with Image.open(Path(self.options.root).expanduser() / entry["path"]) as image:
+        path = Path(self.options.root).expanduser() / entry["path"]
+        require_file(path)  # a pipe would block
+        with Image.open(path) as image:
             image.load()
             return image

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from sparsepretrain.data.source import SPLITS, Pairs, PairSource, TokenOptions
 from sparsepretrain.data.sources._compressed import BOM, opened
-from sparsepretrain.data.sources._files import TextFile, refuse_shared
+from sparsepretrain.data.sources._files import CONVERT, TextFile, refuse_other, refuse_shared
 from sparsepretrain.errors import DataError
 from sparsepretrain.registry import register
 
@@ -61,16 +61,24 @@ def _sentences(path: str, key: str) -> list[str]:
         lines = file.readlines()
     if lines:
         lines[0] = lines[0].removeprefix(BOM)
+    returns = sum(line.strip().count(b"\r") for line in lines)
+    if lines and returns >= len(lines):  # corpora of the web have a few within sentences
+        raise DataError(
+            f"{path}: its lines end in carriage returns (old Mac): convert them to line feeds, "
+            f"such as `tr '\\r' '\\n'`"
+        )
     sentences = []
     for number, line in enumerate(lines, 1):
         place = f"{path}, line {number}"
         try:
             text = line.decode().strip()
         except UnicodeDecodeError as error:
-            raise DataError(f"{place}: not UTF-8 text") from error
+            refuse_other(path)
+            raise DataError(f"{place}: not UTF-8 text: {CONVERT}") from error
         if not text:
             raise DataError(f"{place}: empty sentence: remove the pair")
         if "\0" in text:
+            refuse_other(path)
             raise DataError(f"{place}: contains a NUL byte, which ends a sentence")
         sentences.append(text)
     return sentences

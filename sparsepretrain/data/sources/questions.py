@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from sparsepretrain.data.source import SourceOptions
-from sparsepretrain.data.sources._records import RecordOptions, RecordSource
-from sparsepretrain.data.sources._rows import Row, text
+from sparsepretrain.data.sources._records import RecordOptions, RecordSource, whole_text
+from sparsepretrain.data.sources._rows import Row
 from sparsepretrain.registry import register
 
 
@@ -22,7 +22,7 @@ class Questions(RecordSource):
     kind = "questions"
 
     def record(self, row: Row, part: int) -> Row:
-        context = text(row, "context")
+        context = whole_text(row, "context")
         answers: Any = row["answers"]
         try:
             spans = list(zip(answers["text"], answers["answer_start"], strict=True))
@@ -37,4 +37,4 @@ class Questions(RecordSource):
                 raise ValueError("column 'answers' must hold texts and character positions")
             if not answer or start < 0 or context[start : start + len(answer)] != answer:
                 raise ValueError(f"answer {answer[:40]!r} is not in the context at {start}")
-        return {"question": text(row, "question"), "context": context, "answers": spans}
+        return {"question": whole_text(row, "question"), "context": context, "answers": spans}

@@ -61,6 +61,14 @@ def test_one_file_of_two_splits_is_refused(options, files):
         ((b"a\nb\xff\n", "x\ny\n"), r"train\.0, line 2: not UTF-8 text"),
         (("a\nb\0c\n", "x\ny\n"), r"train\.0, line 2: contains a NUL byte"),
         (("", ""), r"data\.train: .*train\.0 has no lines"),
+        (("a\rb\rc\r", "x\ny\nz\n"), r"train\.0: its lines end in carriage returns .*tr '\\r'"),
+        (("a\nb\n", "x\ry"), r"train\.1: its lines end in carriage returns"),
+        (("a\rb\r\n", "x\ry\n"), r"train\.0: its lines end in carriage returns"),
+        (("a\rb\rc\nd\n", "x\ny\n"), r"train\.0: its lines end in carriage returns"),
+        (("a\n".encode("utf-16"), "x\n"), r"train\.0: expected UTF-8 text, got UTF-16: "),
+        (("a b c\n".encode("utf-16-le"), "x\n"), r"train\.0: .* got UTF-16LE: .*iconv"),
+        (("羊\n".encode("gb18030"), "x\n"), r"train\.0, line 1: not UTF-8 .*iconv -f ENCODING"),
+        ((b"PK\x03\x04\xff\n", "x\n"), r"train\.0 is a zip archive"),
     ],
 )
 def test_bad_lines_are_named_and_nothing_is_prepared(options, files, cache, columns, message):
@@ -68,6 +76,13 @@ def test_bad_lines_are_named_and_nothing_is_prepared(options, files, cache, colu
         prepare(options("parallel_files", **PLAIN | {"train": files(*columns)}), workers=1)
     assert caught.value.exit_code == 3 and "\n" not in str(caught.value)
     assert nothing_prepared(cache)
+
+
+def test_a_carriage_return_within_a_sentence_ends_no_line(options, files, pair_texts):
+    """As in corpora of the web, whose sentences correspond by line feeds."""
+    sides = files("a\rb\nc\r\n\rd\r\r\n", "x\ny\nz\n")
+    data = prepare(options("parallel_files", **PLAIN | {"train": sides}), workers=1)
+    assert pair_texts(data, "train") == [("a\rb", "x"), ("c", "y"), ("d", "z")]
 
 
 @pytest.fixture

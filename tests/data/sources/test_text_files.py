@@ -2,11 +2,19 @@
 
 import bz2
 import gzip
+import io
 import lzma
+import pickle
+import re
+import tarfile
+import zipfile
 
 import numpy as np
+import pyarrow
 import pytest
 import zstandard
+from PIL import Image
+from pyarrow import feather, parquet
 
 from sparsepretrain.data.sources import _files
 from sparsepretrain.data.sources._files import require_text
@@ -82,14 +90,25 @@ def test_a_byte_order_mark_is_dropped(tmp_path):
     assert b"".join(splits["train"] + splits["validation"]) == TEXT
 
 
+UNKNOWN = "not UTF-8: .*iconv -f ENCODING "
 NO_TEXT = {
     "NUL": (b"a line\nsheep\0goats\n", 2, "a NUL byte"),
     "UTF-16": ("a line\nsheep\n".encode("utf-16"), 1, "iconv -f UTF-16"),
     "UTF-16LE": ("a line\nsheep\n".encode("utf-16-le"), 1, "iconv -f UTF-16LE"),
     "UTF-16BE": ("a line\nsheep\n".encode("utf-16-be"), 1, "iconv -f UTF-16BE"),
     "NUL in UTF-8": ("a line\nSchäfer\0und Schaf\n".encode(), 2, r"tr -d '\\000'"),
-    "Latin-1": ("a line\nSchäfer\n".encode("latin-1"), 2, "iconv -f LATIN1"),
-    "PNG": (b"\x89PNG\r\n\x1a\n" + bytes(range(256)), 1, "not UTF-8|NUL"),
+    "UTF-16 with accents": ("une règle: “é”\n".encode("utf-16-le"), 1, "iconv -f UTF-16LE"),
+    "UTF-32": ("a line\n羊\n".encode("utf-32"), 1, "got UTF-32: .*iconv -f UTF-32 "),
+    "UTF-32 BE mark": (b"\0\0\xfe\xff" + "羊\n".encode("utf-32-be"), 1, "iconv -f UTF-32 "),
+    "UTF-32LE": ("] line\n羊🐑\n".encode("utf-32-le"), 1, "iconv -f UTF-32LE"),
+    "UTF-32BE": ("a line\n羊🐑\n".encode("utf-32-be"), 1, "iconv -f UTF-32BE"),
+    "Latin-1": ("a line\nSchäfer\n".encode("latin-1"), 2, UNKNOWN),
+    "GB18030": ("a line\n羊吃草\n".encode("gb18030"), 2, UNKNOWN),
+    "Shift JIS": ("a line\n羊は草を\n".encode("shift_jis"), 2, UNKNOWN),
+    "KOI8": ("a line\nовца\n".encode("koi8-r"), 2, UNKNOWN),
+    "UTF-16 of Chinese": ("羊吃草，山羊吃蓟。\n".encode("utf-16-le"), 1, UNKNOWN),
+    "token ids": (np.arange(1000, 50000, 7, dtype="<i4").tobytes(), 1, UNKNOWN),
+    "numbers": (np.arange(300, dtype="<i4").tobytes(), 1, "convert the file to UTF-8 if it is"),
     "truncated": (b"a line\n" + "羊".encode()[:2], 2, "not UTF-8"),
 }
 
@@ -102,6 +121,112 @@ def test_bytes_that_are_no_text_are_refused_with_their_line(tmp_path, kind, comp
     file.write_bytes(gzip.compress(data) if compressed else data)
     with pytest.raises(DataError, match=rf"a\.txt, line {line}: expected UTF-8 text.*({words})"):
         read(source(file, validation=0.0))
+
+
+def archive(kind, name="a.txt"):
+    """A tar or zip archive of one text."""
+    buffer = io.BytesIO()
+    if kind == "zip":
+        with zipfile.ZipFile(buffer, "w") as made:
+            made.writestr(name, TEXT[:200])
+    else:
+        with tarfile.open(fileobj=buffer, mode="w", format=kind) as made:
+            about = tarfile.TarInfo(name)
+            about.size = 200
+            made.addfile(about, io.BytesIO(TEXT[:200]))
+    return buffer.getvalue()
+
+
+def image(kind):
+    buffer = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def table(write):
+    buffer = io.BytesIO()
+    write(pyarrow.table({"text": ["sheep"]}), buffer)
+    return buffer.getvalue()
+
+
+REST = bytes(range(256))
+BINARY = {
+    "zip": (archive("zip"), "is a zip archive .*: unpack it"),
+    "tar": (archive(tarfile.USTAR_FORMAT), "is a tar archive: unpack it"),
+    "gnu tar": (archive(tarfile.GNU_FORMAT), "is a tar archive: unpack it"),
+    "7z": (b"7z\xbc\xaf\x27\x1c" + REST, "is a 7z archive: unpack it"),
+    "rar": (b"Rar!\x1a\x07\x01\0" + REST, "is a rar archive: unpack it"),
+    "lz4": (b"\x04\x22\x4d\x18" + REST, "is compressed by lz4: decompress it"),
+    "compress": (b"\x1f\x9d\x90" + REST, r"is compressed by compress \(\.Z\): decompress it"),
+    "lzma": (lzma.compress(TEXT, lzma.FORMAT_ALONE), "is compressed by lzma: decompress it"),
+    "pzstd": (
+        b"\x50\x2a\x4d\x18\x04\0\0\0" + REST,
+        "is compressed with a skippable first frame .*: decompress it",
+    ),
+    "PDF": (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n" + REST, "is a PDF: convert it to text"),
+    "Parquet": (table(parquet.write_table), "is a Parquet file: name it .parquet"),
+    "Feather": (table(feather.write_feather), r"is an Arrow \(Feather\) file: write its rows"),
+    "SQLite": (b"SQLite format 3\0" + REST, "is an SQLite database"),
+    "PNG": (image("PNG"), "is a PNG image"),
+    "JPEG": (image("JPEG"), "is a JPEG image"),
+    "pickle": (pickle.dumps(["a"] * 9), "is a Python pickle"),
+}
+
+
+@pytest.mark.parametrize("kind", BINARY)
+@pytest.mark.parametrize("around", ["", "gzip", "xz", "bzip2", "Zstandard"])
+def test_binary_files_are_named_with_what_to_do(tmp_path, kind, around):
+    content, words = BINARY[kind]
+    within = {"": "plain", "gzip": "gz", "bzip2": "bz2", "Zstandard": "zst"}.get(around, around)
+    file = tmp_path / "a.txt"
+    file.write_bytes(COMPRESS[within](content))
+    with pytest.raises(DataError, match=rf"a\.txt {words.partition(': ')[0]}") as caught:
+        read(source(file, validation=0.0))
+    message = str(caught.value)
+    assert (f", compressed by {around}: " in message) is bool(around) and "\n" not in message
+    assert "iconv" not in message and "tr -d" not in message
+    assert re.search(words.rpartition(": ")[2], message)
+
+
+def test_lzma_of_a_known_size_is_known_by_its_suffix(tmp_path):
+    content = bytearray(lzma.compress(TEXT, lzma.FORMAT_ALONE))
+    content[5:13] = len(TEXT).to_bytes(8, "little")
+    (tmp_path / "a.txt.lzma").write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.txt\.lzma is compressed by lzma: decompress it"):
+        read(source(tmp_path / "a.txt.lzma", validation=0.0))
+
+
+@pytest.mark.parametrize("outer", ["gz", "bz2", "xz", "zst"])
+@pytest.mark.parametrize("inner", ["gz", "bz2", "xz", "zst"])
+def test_files_that_are_compressed_twice_are_named(tmp_path, outer, inner):
+    names = {"gz": "gzip", "bz2": "bzip2", "xz": "xz", "zst": "Zstandard"}
+    file = tmp_path / "a.txt"
+    file.write_bytes(COMPRESS[outer](COMPRESS[inner](TEXT)))
+    words = rf"a\.txt is {names[inner]} within {names[outer]}: decompress it once"
+    with pytest.raises(DataError, match=words):
+        read(source(file, validation=0.0))
+
+
+@pytest.mark.parametrize(
+    "begin", ["PK", "%PDF-1.4 is a format", "PAR1", "BZ", "Rar!", "]]", "GIF8"]
+)
+def test_texts_that_begin_like_a_binary_file_are_texts(tmp_path, begin):
+    text = f"{begin}\nand sheep\n".encode()
+    (tmp_path / "a.txt").write_bytes(text)
+    assert read(source(tmp_path / "a.txt", validation=0.0)) == {"train": [text]}
+
+
+def test_a_late_wrong_byte_is_named_with_its_line(tmp_path):
+    (tmp_path / "a.txt").write_bytes(TEXT * 20 + b"\xff\n")
+    with pytest.raises(DataError, match=r"line 40001: .*iconv -f ENCODING"):
+        read(source(tmp_path / "a.txt", validation=0.0))
+
+
+def test_line_ends_of_the_old_mac_are_text(tmp_path):
+    text = TEXT.replace(b"\n", b"\r")
+    (tmp_path / "a.txt").write_bytes(text)
+    splits = read(source(tmp_path / "a.txt"))
+    assert b"".join(splits["train"] + splits["validation"]) == text
 
 
 def test_a_line_that_is_cut_within_a_character_is_text(tmp_path, monkeypatch):
