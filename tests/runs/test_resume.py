@@ -78,7 +78,7 @@ def test_forgotten_state_changes_the_run(tiny, plain, stop_after, monkeypatch, f
         monkeypatch.setattr(loop, "seed_draws", lambda seed, step, micro: None)
     elif forgotten == "sparsifier":
         monkeypatch.setattr(Sparsifier, "load_state_dict", lambda self, state: None)
-        monkeypatch.setattr(ModelState, "sync", lambda self: None)
+        monkeypatch.setattr(ModelState, "sync", lambda self, always=False: None)
     else:
         monkeypatch.setattr(torch.amp.GradScaler, "load_state_dict", lambda self, state: None)
     again = interrupted(tiny, stop_after, (3,), *overrides)
