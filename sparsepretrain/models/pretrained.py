@@ -104,7 +104,8 @@ class Pretrained(Headable):
         mismatched = [k[0] if isinstance(k, tuple) else k for k in info["mismatched_keys"]]
         new = sorted({*info["missing_keys"], *mismatched})
         unused = sorted(info["unexpected_keys"])
-        _refuse_others(path, state, new, unused)
+        _refuse_others(path, model.base_model_prefix, state, new, unused)
+        _require_tie(path, model)
         if kind == "causal_lm" and sees_later_tokens(model):
             raise CheckpointError(
                 f"{path} ({type(model).__name__}) predicts a token from later ones: its class is "
@@ -119,7 +120,7 @@ class Pretrained(Headable):
     @staticmethod
     def vocabulary(options: PretrainedOptions) -> int:
         """Return the number of rows of the embedding."""
-        return int(_config(str(options.path), "causal_lm", 0).vocab_size)
+        return int(_config(str(options.path), "causal_lm", 0).get_text_config().vocab_size)
 
     @staticmethod
     def positions(options: PretrainedOptions) -> int | None:
@@ -148,7 +149,7 @@ class Pretrained(Headable):
 @torch.no_grad()
 def sees_later_tokens(model: Any) -> bool:
     """Return True if the scores at a token depend on tokens after it, tried on eight tokens."""
-    tokens = torch.arange(8)[None] % model.config.vocab_size
+    tokens = torch.arange(8)[None] % model.config.get_text_config().vocab_size
     other = tokens.clone()
     other[0, -1] = 0
     was_training = model.training
@@ -158,7 +159,21 @@ def sees_later_tokens(model: Any) -> bool:
     return bool((before - after).abs().max() > 1e-4 * before.abs().max())
 
 
-def _refuse_others(path: str, state: dict[str, Tensor], new: list[str], unused: list[str]) -> None:
+def _require_tie(path: str, model: Any) -> None:
+    """Refuse a head of its own where config.json says that it is the embedding."""
+    inner, outer = model.get_input_embeddings(), model.get_output_embeddings()
+    if not model.config.get_text_config().tie_word_embeddings or outer is None or inner is None:
+        return
+    if inner.weight is not outer.weight and inner.weight.shape == outer.weight.shape:
+        raise CheckpointError(
+            f"{path} has weights of the head that differ from the embedding, although its "
+            "config.json ties them: write tie_word_embeddings=false there"
+        )
+
+
+def _refuse_others(
+    path: str, body: str, state: dict[str, Tensor], new: list[str], unused: list[str]
+) -> None:
     """Refuse weights that do not belong to the model: random ones would train instead."""
     ours = [key for key in unused if any(part.startswith("sparsity") for part in key.split("."))]
     if ours:
@@ -169,7 +184,11 @@ def _refuse_others(path: str, state: dict[str, Tensor], new: list[str], unused: 
         )
     known = {_of_any_block(name) for name in state}
     further = [name for name in unused if name not in state and _of_any_block(name) in known]
-    missing = [name for name in new if _of_any_block(name) != name]
+    missing = [
+        name
+        for name in new
+        if _of_any_block(name) != name or (name.startswith(f"{body}.") and "pooler" not in name)
+    ]
     if not missing and not further:
         return
     prefixes = {
@@ -178,7 +197,9 @@ def _refuse_others(path: str, state: dict[str, Tensor], new: list[str], unused: 
         for name in (key[at + 1 :] for at, letter in enumerate(key) if letter == ".")
         if name in missing
     }
-    if prefixes:
+    if any("lora_" in key or ".base_layer." in key for key in unused):
+        hint = "it has adapters: merge them (merge_and_unload of peft) and save the model"
+    elif prefixes:
         prefix = min(prefixes, key=len)
         hint = f"its names begin with {prefix!r}, as those of a compiled or wrapped model: "
         hint += "save the state dict of the model inside, or rename them"
@@ -227,7 +248,7 @@ def _positions(path: str) -> int | None:
         last = name.rpartition(".")[2]
         table = isinstance(module, nn.Embedding) and last in POSITION_TABLES
         if table or "embed_positions" in module._buffers:  # GPT-J: sines and cosines
-            most = getattr(config, "max_position_embeddings", None)
+            most = getattr(config.get_text_config(), "max_position_embeddings", None)
             # RoBERTa counts positions from behind the padding token
             shifted = last == "position_embeddings" and module.padding_idx is not None
             return None if most is None else int(most) - (module.padding_idx + 1 if shifted else 0)
@@ -283,6 +304,11 @@ def _read(path: str) -> Any:
         try:
             config = AutoConfig.from_pretrained(path)
         except (OSError, ValueError) as error:
+            if Path(path, "adapter_config.json").is_file():
+                raise CheckpointError(
+                    f"model.path={path} is an adapter: merge it (merge_and_unload of peft) and "
+                    "save the model"
+                ) from error
             raise CheckpointError(f"model.path={path} cannot be read: {reason(error)}") from error
     if method := quantization(config):
         raise CheckpointError(

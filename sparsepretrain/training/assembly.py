@@ -431,8 +431,9 @@ def _require_finite(state: State, path: str) -> None:
 
 
 def _tell_unused(names: list[str], console: Console) -> None:
-    if unused := sorted({name.partition(".")[0] for name in names}):
-        console.info(f"left out: {', '.join(unused)}")
+    if unused := sorted(names):
+        more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+        console.info(f"left out: {', '.join(unused[:3])}{more}")
 
 
 def _tell_new(names: list[str], console: Console) -> None:

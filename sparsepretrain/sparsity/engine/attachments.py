@@ -109,7 +109,7 @@ class Attachment:
         self._changes += 1
         self._compares = self._compares or 4
         # noise may be added to the weights for each micro-batch, and taken away before the step
-        if self._changes >= (2 if optimizer is None else 8):
+        if self._changes >= (2 if optimizer is None else 64):
             self._warn(layer)
 
     def before_step(self, weight: Tensor, layer: str) -> None:

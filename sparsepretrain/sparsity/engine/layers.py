@@ -274,6 +274,7 @@ class SparseLayer(nn.Module):
 
     def _begin_training_forward(self, x: Tensor, dtype: torch.dtype) -> MicroBatches:
         """Begin a micro-batch if this forward is its first; try sparse matmuls once."""
+        self.operands.has_run = True
         micro_batches = self.sparse_model.micro_batches
         micro_batches.layer_runs()
         if not (x.is_nested or self.operands.matmuls.is_final):

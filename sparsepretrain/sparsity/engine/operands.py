@@ -42,6 +42,8 @@ class LayerOperands:
         self.rows: Rows = ALL_ROWS
         self.stored_dtype: torch.dtype | None = None
         """Dtype of kept operands; None: they are made in every forward."""
+        self.has_run = False
+        """True after a training forward of the layer, unless that was compiled."""
         self.initialized = True
         """False if the method's tensors left the meta device and have no values."""
         self.reset_due = False
@@ -182,13 +184,17 @@ class LayerOperands:
         if method.reads_initial_weights and method.schedule.start == 0 and not weight.is_meta:
             self._source = some_values(weight), self._versions()
 
-    def lost_source(self, weight: Tensor) -> bool:
-        """Return True if the weight was written since, and the method's tensors were not."""
+    def lost_source(self, weight: Tensor) -> Tensor | None:
+        """Return whether the weight was written since, and the method's tensors were not.
+
+        A 0-d bool tensor, so that all layers are read in one wait; None: nothing is known.
+        """
         if self._source is None or self.rows.is_sharded:
-            return False
+            return None
         values, versions = self._source
-        same = torch.equal(values.to(weight), some_values(weight))
-        return not same and versions == self._versions()
+        if versions != self._versions():
+            return None
+        return (values.to(weight) != some_values(weight)).any()
 
     def _versions(self) -> list[int]:
         tensors = [getattr(self.state, name) for name in self.state.method_tensors]

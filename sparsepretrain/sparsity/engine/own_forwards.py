@@ -11,6 +11,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Hashable, Iterator
+from enum import Enum
 from typing import Any
 
 import torch
@@ -52,10 +53,18 @@ def forward_objection(layer: nn.Module) -> str:
     equal, reads, writes = _compared(layer)
     if writes:
         return f"a forward that sets {', '.join(writes)}"
-    fixed = attributes_of(layer)
-    if mutable := [n for n in reads if isinstance(fixed.get(n), Tensor | list | dict | set)]:
+    own = vars(layer)
+    if mutable := [n for n in reads if n not in own or not _is_constant(own[n])]:
         return f"a forward that reads {', '.join(mutable)}, which may change"
     return "" if equal else "a forward that is not F.linear(x, weight.to(x.dtype), bias)"
+
+
+def _is_constant(value: Any) -> bool:
+    """Return True for values that nothing can change but setting the attribute."""
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    plain = bool | int | float | complex | str | bytes | torch.dtype | torch.device | Enum
+    return value is None or isinstance(value, plain)
 
 
 def read_attributes(layer: nn.Module) -> frozenset[str]:
@@ -118,12 +127,14 @@ def _recording(
     cls: type[nn.Module], base: type[nn.Module], reads: set[str], writes: set[str]
 ) -> type[nn.Module]:
     """Return a subclass whose objects note the attributes that are read and set."""
-    known = {*vars(nn.Module()), *_attributes_of_base(base)}
+    known = {*vars(nn.Module()), *_attributes_of_base(base), *dir(base)}
 
     class Recording(cls):  # type: ignore[valid-type, misc]
         def __getattribute__(self, name: str) -> Any:
             value = super().__getattribute__(name)
-            if name not in known and name in super().__getattribute__("__dict__"):
+            of_class = getattr(cls, name, None)  # methods and properties read what is noted
+            is_code = callable(of_class) or isinstance(of_class, property)
+            if name not in known and not name.startswith("__") and not is_code:
                 reads.add(name)
             return value
 

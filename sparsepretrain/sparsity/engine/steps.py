@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -41,6 +42,8 @@ class Steps:
         self._masks_before_update: dict[str, Tensor] = {}
         self._is_real_step = True  # False in a step that only creates optimizer state
         self._checked_rounding = False  # masked decay in low precision was looked at once
+        self._checked_forwards = False  # of layers with a gradient
+        self._unused_closure = False  # given to the present step, and not called so far
 
     @property
     def decay(self) -> float:
@@ -72,6 +75,7 @@ class Steps:
             return None
 
         called = False
+        self._unused_closure = True
 
         @functools.wraps(closure)
         def with_adjustment() -> Any:
@@ -79,6 +83,7 @@ class Steps:
             if called:  # the optimizer has moved the weights since
                 self.refresh()
             called = True
+            self._unused_closure = False
             loss = closure()
             self.adjust_gradients(optimizer)
             return loss
@@ -87,10 +92,40 @@ class Steps:
             return (args[0], with_adjustment, *args[2:]), kwargs
         return args, kwargs | {"closure": with_adjustment}
 
+    def warn_of_bypassed(self) -> None:
+        """Warn once of layers with a gradient that never ran: another module reads their weight.
+
+        Swin and BEiT do so. Compiled forwards leave no trace here, so nothing is said with them.
+        """
+        if self._checked_forwards:
+            return
+        self._checked_forwards = True
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        if dynamo is not None and dynamo.counters["frames"]:
+            return
+        silent = [
+            name
+            for name, layer in self.layers.items()
+            if not layer.operands.has_run and layer.operands.rows.gradient(layer.weight) is not None
+        ]
+        if silent:
+            more = f" and {len(silent) - 1} more layers" if len(silent) > 1 else ""
+            warnings.warn(
+                f"{silent[0]!r}{more} has a gradient, but its forward did not run: the module "
+                "around it reads the weight itself, which is dense there; exclude such layers",
+                SparsePretrainWarning,
+                stacklevel=frames_to_the_caller(),
+            )
+
     def warn_of_old_tensors(self) -> None:
         """Warn if weights were initialized after ``sparsify``, from whose weights masks are."""
-        lost = [n for n, layer in self.layers.items() if layer.operands.lost_source(layer.weight)]
-        if lost:
+        known = {n: layer.operands.lost_source(layer.weight) for n, layer in self.layers.items()}
+        flags = {name: flag for name, flag in known.items() if flag is not None}
+        if not flags:
+            return
+        device = next(iter(flags.values())).device
+        read = torch.stack([flag.to(device) for flag in flags.values()]).tolist()
+        if lost := [name for name, flag in zip(flags, read, strict=True) if flag]:
             more = f" and {len(lost) - 1} more layers" if len(lost) > 1 else ""
             what = ", ".join(self.layers[lost[0]].sparsity.method_tensors)
             warnings.warn(
@@ -104,6 +139,7 @@ class Steps:
     @torch.no_grad()
     def adjust_gradients(self, optimizer: Optimizer) -> None:
         """Apply J to the gradients that ``optimizer`` is about to use."""
+        self.warn_of_bypassed()
         self.state.sync()
         method = self.state.method
         if not _adjusts(method):
@@ -140,6 +176,16 @@ class Steps:
             self._is_real_step = True
             forget_step(optimizer)
             return
+        if self._unused_closure:
+            self._unused_closure = False
+            if _adjusts(self.state.method):
+                warnings.warn(
+                    f"the step of {type(optimizer).__name__} was given a closure and did not call "
+                    "it: gradients were used as they were, without the masked decay or mask of "
+                    f"{self.state.method.options.name}; call step() without a closure",
+                    SparsePretrainWarning,
+                    stacklevel=frames_to_the_caller(),
+                )
         masks = self._masks_before_update
         self._masks_before_update = {}
         found_inf = getattr(optimizer, "found_inf", None)

@@ -403,7 +403,7 @@ def test_weights_in_two_optimizers_are_refused():
             train(model, second, step, step + 1)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("micro_batches", [1, 4, 16])
 def test_noise_that_is_taken_away_before_the_step_is_no_other_optimizer(micro_batches):
     model, optimizer, handle = build("srste", {"decay": 0.1}, cls=torch.optim.SGD, lr=0.1)
     with warnings.catch_warnings():
@@ -496,3 +496,62 @@ def test_masks_that_belong_to_the_weights_are_no_reason_to_warn(case):
         model(draw(8, 16).to(dtype)).square().mean().backward()
         optimizer.step()
     assert handle.completed_steps == 1
+
+
+class Bypassed(nn.Module):
+    """Reads the weight of a layer itself, as the attention of Swin and BEiT does."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 16)
+        self.proj = nn.Linear(16, 16)
+        self.unused = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.proj(nn.functional.linear(x, self.qkv.weight, self.qkv.bias))
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_layers_whose_weight_is_read_by_their_module_are_named(closure):
+    model = Bypassed()
+    handle = sp.sparsify(model, "ste", targets=["*"])
+    optimizer = attached(handle, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def loss():
+        value = model(torch.ones(4, 16)).square().mean()
+        value.backward()
+        return value
+
+    with pytest.warns(SparsePretrainWarning, match="'qkv' has a gradient, but its forward did"):
+        optimizer.step(loss) if closure else (loss(), optimizer.step())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SparsePretrainWarning)
+        loss()
+        optimizer.step()
+    model = Bypassed()
+    handle = sp.sparsify(model, "ste", targets=["proj", "unused"])
+    optimizer = attached(handle, torch.optim.SGD(model.parameters(), lr=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SparsePretrainWarning)
+        loss()
+        optimizer.step()
+
+
+class Ignores(torch.optim.SGD):
+    """Takes a closure and does not call it."""
+
+    def step(self, closure=None):
+        return super().step()
+
+
+@pytest.mark.parametrize("method", ["srste", "ste"])
+def test_a_closure_that_is_not_called_leaves_the_decay_out(method):
+    options = {"decay": 0.1} if method == "srste" else {}
+    model, optimizer, _ = build(method, options, cls=Ignores, lr=0.1)
+    model(draw(8, 16)).square().mean().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", SparsePretrainWarning)
+        optimizer.step(lambda: None)
+        optimizer.step()
+    told = [str(w.message) for w in caught if "did not call it" in str(w.message)]
+    assert len(told) == (method == "srste")

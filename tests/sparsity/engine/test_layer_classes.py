@@ -1,5 +1,7 @@
 """Layers with a forward of their own: a cast of the weight is accepted, everything else refused."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -309,6 +311,26 @@ def test_layers_that_are_alike_are_compared_once(monkeypatch):
     assert len(compared) == 1
 
 
+class OfClass(nn.Linear):
+    scale = 1.0
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias) * self.scale
+
+
+class Configured(nn.Linear):
+    def __init__(self, inputs, outputs, config):
+        super().__init__(inputs, outputs)
+        self.config = config
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias) * self.config.scale
+
+
+class Plain:
+    scale = 1.0
+
+
 class Counts(nn.Linear):
     def forward(self, x):
         self.amax = float(x.abs().max())
@@ -324,6 +346,9 @@ MORE = [
     (Counts(16, 16), "a forward that sets amax"),
     (Further(16, 16), r"a forward with further arguments \(scale\)"),
     (Switched(16, 16, list=[1.0]), "a forward that reads list, which may change"),
+    (OfClass(16, 16), "a forward that reads scale, which may change"),
+    (Configured(16, 16, Plain()), "a forward that reads config, which may change"),
+    (Configured(16, 16, SimpleNamespace(scale=1.0)), "a forward that reads config, which may"),
 ]
 
 

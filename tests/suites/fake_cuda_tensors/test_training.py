@@ -21,6 +21,7 @@ WAITS = {
     ("event", "training/step.py:judge"),  # loss and gradient norm of the step before
     ("tolist", "optim/_step_adamw.py:step"),  # STEP's dense phase: the change of second moments
     ("tolist", "sparsity/methods/asp.py:take_remarks"),  # at the step that chooses a fixed mask
+    ("tolist", "sparsity/engine/steps.py:warn_of_old_tensors"),  # at the first step
 }
 """Of an optimizer step, each at most once."""
 
@@ -171,6 +172,8 @@ def test_records_are_evaluated_in_one_wait(tiny, tmp_path, files):
         session = build(source, *words, "parallel.device=cuda")
         RECORD.clear()
         assert validation.evaluate(session, "validation", None, final=True) == expected
+        counters = RECORD.waits.pop(("tolist", "sparsity/engine/model_state.py:sync"), 0)
+        assert counters <= 1, "read once, when layers change their mode"
         assert RECORD.waits.total() == 1 and RECORD.mixups == [], RECORD.waits
 
 

@@ -205,6 +205,17 @@ def replaced(name, change):
     return lambda state: {k: change(v) if name in k else v for k, v in state.items()}
 
 
+def own_head(state):
+    embedding = next(v for k, v in state.items() if k.endswith("wte.weight"))
+    return state | {"lm_head.weight": torch.randn_like(embedding)}
+
+
+def lora(state):
+    name = next(k for k in state if k.endswith(FC))
+    inner = name.replace("c_fc.", "c_fc.base_layer.")
+    return {inner if k == name else k: v for k, v in state.items()}
+
+
 def sparse_run(state):
     return state | {
         "sparsity_counters": torch.zeros(3),
@@ -221,6 +232,10 @@ FOREIGN = {
     "sparse run": (sparse_run, "has the master weights of a sparse model .*checkpoint-N/sparse"),
     "compiled": (renamed("_orig_mod."), "lacks .* its names begin with '_orig_mod.'"),
     "wrapped": (renamed("module."), "lacks .* its names begin with 'module.'"),
+    "adapters": (renamed("base_model.model."), "lacks .* its names begin with"),
+    "lora": (lora, r"lacks .*: it has adapters: merge them"),
+    "own head": (own_head, "head that differ from the embedding.* tie_word_embeddings=false"),
+    "no embedding": (without("wte"), "lacks transformer.wte.weight"),
     "one weight less": (without(FC), "lacks transformer.h.1.mlp.c_fc.weight, which"),
     "a block less": (without("h.1."), "lacks transformer.h.1.* and 11 more weights"),
     "a block more": (another_block, "has further blocks: .*h.2"),
@@ -324,3 +339,24 @@ def test_masks_of_zeros_need_a_fixed_mask(tmp_path):
     pruned(tmp_path / "model", 2)
     with pytest.raises(ConfigError, match=r"init\.mask=zeros: ste has no mask that is fixed"):
         fine_tuned(tmp_path, "sparsity=ste", "init.mask=zeros")
+
+
+def test_an_adapter_is_named(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/adapter_config.json").write_text("{}")
+    (tmp_path / "model/config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="is an adapter: merge it"):
+        fine_tuned(tmp_path)
+
+
+def test_what_is_left_out_is_named(tmp_path):
+    rewritten(tmp_path / "model", lambda state: state | {"h.0.attn.masked_bias": torch.zeros(1)})
+    _, out, _ = fine_tuned(tmp_path)
+    assert "left out: transformer\n" not in out
+
+
+def test_bart_without_an_embedding_of_its_decoder_is_refused(tmp_path):
+    config = small_config("bart")
+    transformers.BartForConditionalGeneration(config).save_pretrained(tmp_path / "model")
+    with pytest.raises(CheckpointError, match=r"lacks model\.decoder\.embed_tokens\.weight"):
+        fine_tuned(tmp_path, "sparsity.targets=[*.fc1]", "data.tokenizer=bytes")
