@@ -1,5 +1,6 @@
 """litgpt's pre-training through docs/examples/hosts/litgpt_pretrain.py: steps, resume, export."""
 
+import importlib
 import runpy
 import shutil
 import sys
@@ -36,6 +37,7 @@ def pretrain(monkeypatch):
     """litgpt's module as the script leaves it, and its sparsifiers; undone afterwards."""
     from litgpt import pretrain
 
+    importlib.reload(pretrain)  # the test of the examples has replaced its functions
     for name in ("initialize_weights", "instantiate_torch_optimizer"):
         monkeypatch.setattr(pretrain, name, getattr(pretrain, name))
     monkeypatch.setattr(sys, "argv", ["litgpt", "pythia-14m"])  # which it writes beside checkpoints
