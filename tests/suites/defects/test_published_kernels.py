@@ -11,7 +11,6 @@ from torch import nn
 
 import sparsepretrain as sp
 from sparsepretrain import kernels
-from sparsepretrain.errors import SparsePretrainWarning
 
 nan, inf = float("nan"), float("inf")
 
@@ -240,16 +239,6 @@ def test_ties_keep_the_last_entries():
     model[0].weight.data.fill_(1)
     sparsifier = sp.sparsify(model, "ste", targets="0")
     assert sparsifier.masks()["0"].tolist() == [[False, False, True, True]]
-
-
-def test_ties_of_a_fixed_mask_are_drawn_alike_in_every_run():
-    masks = []
-    for _ in range(2):
-        model = nn.Sequential(nn.Linear(4, 8))
-        model[0].weight.data.fill_(1)
-        with pytest.warns(SparsePretrainWarning, match="fixed masks are random"):
-            masks.append(sp.sparsify(model, "asp", targets="0", at=0.0).masks()["0"])
-    assert torch.equal(*masks) and masks[0].sum() == 16
 
 
 @pytest.mark.parametrize("name", ["geglu", "swiglu"])
