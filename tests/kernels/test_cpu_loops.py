@@ -172,54 +172,6 @@ def test_from_many_python_threads_at_once():
             assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.fixture
-def threads():
-    """Let a test set the number of torch's threads."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("estimator", ["approximate", "exact"])
-@pytest.mark.parametrize("count", [2, 3, 7])
-def test_threads_share_the_groups_of_an_estimate(estimator, count, threads, monkeypatch):
-    monkeypatch.setattr(launch, "ENTRIES_PER_THREAD", 64)
-    x = torch.randn(4 * 13, 24, generator=torch.Generator().manual_seed(0))
-    options = {"estimator": estimator, "backend": "cpu"}
-    uniforms = torch.rand(24, 13, 1 if estimator == "exact" else 2)
-    threads(1)
-    expected = [
-        kernels.mvue(x, dim=0, key=KEY, **options),
-        kernels.mvue(x, dim=0, uniforms=uniforms, **options),
-    ]
-    threads(count)
-    parts = []
-    launch.in_threads(lambda begin, end: parts.append((begin, end)), 13, x.numel())
-    assert len(parts) == count and sorted(i for a, b in parts for i in range(a, b)) == [*range(13)]
-    assert_same(kernels.mvue(x, dim=0, key=KEY, **options), expected[0])
-    assert_same(kernels.mvue(x, dim=0, uniforms=uniforms, **options), expected[1])
-
-
-@pytest.mark.parametrize("entries", [0, 100])
-def test_few_entries_stay_in_one_thread(entries, threads):
-    threads(4)
-    parts = []
-    launch.in_threads(lambda begin, end: parts.append((begin, end)), 5, entries)
-    assert parts == [(0, 5)]
-
-
-def test_an_error_in_a_thread_is_raised(threads, monkeypatch):
-    monkeypatch.setattr(launch, "ENTRIES_PER_THREAD", 1)
-    threads(2)
-
-    def work(begin, end):
-        if begin:
-            raise MemoryError("of another thread")
-
-    with pytest.raises(MemoryError, match="of another thread"):
-        launch.in_threads(work, 8, 8)
-
-
 class Batches(torch.utils.data.Dataset):
     """What a data worker computes."""
 
@@ -241,21 +193,6 @@ def test_in_forked_children_and_data_workers():
     loader = torch.utils.data.DataLoader(Batches(), num_workers=2, timeout=60)
     assert torch.cat(list(loader)).tolist() == [256 * 128] * 4
     assert checksum() == expected
-
-
-def parts_in_threads():
-    parts = []
-    launch.in_threads(lambda begin, end: parts.append((begin, end)), 8, 8)
-    return sorted(parts)
-
-
-def test_threads_are_started_again_in_a_forked_child(threads, monkeypatch):
-    """Alone: threads of torch itself would hang there."""
-    monkeypatch.setattr(launch, "ENTRIES_PER_THREAD", 1)
-    threads(2)
-    expected = parts_in_threads()
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        assert pool.apply_async(parts_in_threads).get(timeout=60) == expected == [(0, 4), (4, 8)]
 
 
 def double(x):

@@ -6,21 +6,17 @@ Imported only where such a kernel runs; the references need torch alone.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
-import itertools
 import os
 import pickle
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import llvmlite.binding
 import numba
 import numpy
-import torch
 from numba.core.caching import NullCache
 from numba.core.compiler import Compiler, CompileResult
 from torch import Tensor
@@ -103,37 +99,6 @@ def compiled(function: Callable[..., None]) -> Any:
 
 inlined = numba.njit(forceinline=True, error_model="numpy", pipeline_class=_Disjoint)
 """A part of a kernel."""
-
-
-ENTRIES_PER_THREAD = 2**17
-"""Fewer are done before another thread has begun."""
-
-
-def in_threads(work: Callable[[int, int], None], count: int, entries: int) -> None:
-    """Call ``work(begin, end)`` on parts of ``range(count)``, in as many threads as torch uses.
-
-    Args:
-        work: a compiled loop, which runs without the GIL; parts must not depend on each other.
-        count: of the groups.
-        entries: in all groups.
-    """
-    threads = min(torch.get_num_threads(), count, entries // ENTRIES_PER_THREAD)
-    if threads < 2:
-        work(0, count)
-        return
-    bounds = [count * i // threads for i in range(threads + 1)]
-    others = [_pool().submit(work, *part) for part in itertools.pairwise(bounds[1:])]
-    work(0, bounds[1])
-    for other in others:
-        other.result()
-
-
-@functools.cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count(), "sparsepretrain")
-
-
-os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive a fork
 
 
 def groups_of(x: Tensor, m: int, dim: int) -> Array:

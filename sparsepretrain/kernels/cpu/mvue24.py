@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.kernels.common import from_groups4, to_groups4
-from sparsepretrain.kernels.cpu.launch import compiled, in_threads, inlined
+from sparsepretrain.kernels.cpu.launch import compiled, inlined
 from sparsepretrain.kernels.cpu.noise import fill, stream
 from sparsepretrain.kernels.keys import AnyKey
 
@@ -37,17 +37,10 @@ def mvue(
     arrays = x4.numpy(), out.numpy(), r.contiguous().numpy()
     real, info = arrays[0].dtype.type, numpy.finfo(arrays[0].dtype)
     factor, max_value = real(float(info.tiny) * 2**30), real(torch.finfo(x.dtype).max)
-    first, *words = stream(key or 0)
-    numbers = *words, real(info.smallest_subnormal), real(info.tiny), factor, max_value
+    numbers = *stream(key or 0), real(info.smallest_subnormal), real(info.tiny), factor, max_value
     # by the types of these Numba compiles one of two
     exact, wide = (True if flag else None for flag in (estimator == "exact", real(0).itemsize == 8))
-
-    def estimate(begin: int, end: int) -> None:
-        parts = (array[begin:end] for array in arrays)
-        _estimate(*parts, first + numpy.uint64(begin), *numbers, exact, wide)
-
-    # a quarter of S-STE's overhead with one thread, and more with each further one
-    in_threads(estimate, groups, x4.numel())
+    _estimate(*arrays, *numbers, exact, wide)
     return from_groups4(out, x, dim, order)
 
 
