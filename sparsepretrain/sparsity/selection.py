@@ -60,7 +60,7 @@ def select_layers(model: nn.Module, patterns: list[str], exclude: Sequence[str])
                 f"layer {name!r} computes its weight from another one (parametrization, "
                 "spectral_norm, weight_norm or another library): remove that, or exclude the layer"
             )
-        elif layer_family(type(module)) is not None and is_quantized(module.weight):
+        elif layer_family(type(module)) is not None and _is_quantized(module.weight):
             problems.append(
                 f"layer {name!r} has a weight of the class {type(module.weight.data).__name__}: "
                 "dequantize it, or exclude the layer"
@@ -122,7 +122,7 @@ def _computes_weight(layer: Any) -> bool:
     return stored is None or layer.weight is not stored
 
 
-def is_quantized(weight: Any) -> bool:
+def _is_quantized(weight: Any) -> bool:
     """Return True for tensor subclasses that hold other tensors, such as those of torchao."""
     return is_traceable_wrapper_subclass(weight) and not is_dtensor(weight)
 

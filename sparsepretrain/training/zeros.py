@@ -11,13 +11,10 @@ from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import nonzeros_per_group
 from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.sparsity.engine.own_forwards import layer_family
+from sparsepretrain.sparsity.methods.asp import EXCEPTIONS, PRUNED
 
 PATTERNS = ((1, 8), (1, 4), (2, 8), (4, 16), (1, 2), (2, 4), (4, 8), (8, 16))
 """Patterns that are recognized, the sparsest first."""
-PRUNED = 0.1
-"""Share of exact zeros above which a weight was pruned."""
-MEANT = 0.1
-"""Share of groups with too many non-zeros below which a weight was meant to be N:M."""
 
 
 def keep_zeros(sparsifier: Sparsifier) -> None:
@@ -62,7 +59,7 @@ def pattern_of(weight: Tensor, dim: int) -> tuple[tuple[int, int] | None, int]:
         if weight.shape[dim] % m == 0:
             nonzeros = nonzeros_per_group(weight, m, dim=dim)
             full = int((nonzeros > n).sum())
-            if full < MEANT * nonzeros.numel():
+            if full < EXCEPTIONS * nonzeros.numel():
                 return (n, m), full
     return None, 0
 

@@ -39,7 +39,6 @@ class Attachment:
         self._changes = 0  # of the weight since the last completed step
         self._compares = 0  # steps before which values are still compared, after a change
         self._left: Tensor | None = None  # some values of the weight after the last step
-        self._apart = 0  # steps before which they differed
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -120,13 +119,14 @@ class Attachment:
         """
         if self._left is None or self._warned:
             return
-        now = some_values(weight)
-        if self._left.shape == now.shape and self._left.device == now.device:
-            resolution = torch.finfo(now.dtype).eps * 64 * self._left.abs().max()
-            self._apart += bool((now - self._left).abs().max() > resolution)
-        self._left = None
+        left, self._left = self._left, None
         self._compares -= 1
-        if self._apart:
+        now = some_values(weight)
+        if left.shape != now.shape or left.device != now.device:  # the model was moved
+            return
+        # noise that is added and taken away leaves rounding errors
+        resolution = torch.finfo(now.dtype).eps * 64 * left.abs().max()
+        if bool((now - left).abs().max() > resolution):
             self._warn(layer)
 
     def after_step(self, weight: Tensor) -> None:

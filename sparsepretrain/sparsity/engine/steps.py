@@ -130,7 +130,7 @@ class Steps:
             what = ", ".join(self.layers[lost[0]].sparsity.method_tensors)
             warnings.warn(
                 f"{self.state.method.options.name}: the weight of {lost[0]!r}{more} changed after "
-                f"sparsify, and {what} is of the old one: initialize before sparsify, or call "
+                f"sparsify, but {what} still belongs to the old values: initialize first, or call "
                 "sparsifier.reset() before the first step",
                 SparsePretrainWarning,
                 stacklevel=frames_to_the_caller(),

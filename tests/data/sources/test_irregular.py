@@ -64,24 +64,25 @@ def changes(config, path):
     }[config]
 
 
+NAMED = {
+    "text_files": "files",
+    "text_files test": "test",
+    "document_files": "data_files",
+    "parallel_files": "train",
+    "squad": "train",
+    "wmt14_ende": "train",
+}
+"""Configuration, and the key that names files."""
+BY_PATTERN = [(*item, True) for item in NAMED.items() if item[0] != "parallel_files"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("config", "key"),
-    [
-        ("text_files", "files"),
-        ("text_files test", "test"),
-        ("document_files", "data_files"),
-        ("parallel_files", "train"),
-        ("squad", "train"),
-        ("wmt14_ende", "train"),
-    ],
+    ("config", "key", "pattern"), [*((*item, False) for item in NAMED.items()), *BY_PATTERN]
 )
-@pytest.mark.parametrize("pattern", [False, True])
 def test_files_that_are_not_regular_are_named(options, special, cache, kind, config, key, pattern):
     path = special(kind, "a.jsonl" if config[0] in "dsw" else "a.txt")
     entry = str(path.parent / "*") + path.suffix if pattern else str(path)
-    if pattern and config == "parallel_files":
-        pytest.skip("takes no patterns")
     words = rf"data\.{key}: {path} is no regular file but a {kind}: write its content to a file"
     with pytest.raises(DataError, match=words):
         prepare(options(config.split()[0], **changes(config, entry)), workers=1)
