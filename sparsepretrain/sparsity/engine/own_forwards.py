@@ -2,25 +2,37 @@
 
 Sparse layers replace the forward. That of a subclass must be the base class's with weight and bias
 cast to the dtype of the input, as in nanochat and modded-nanogpt. It is run on random inputs beside
-that of the base class; outputs and gradients have to be equal bit by bit.
+that of the base class: outputs and gradients have to be equal bit by bit, and it may call nothing
+but the product, casts and changes of shape. What it reads beside its tensors must not change later.
 """
 
 from __future__ import annotations
 
 import copy
+import dis
 import inspect
 import warnings
 from collections.abc import Hashable, Iterator
+from contextlib import nullcontext
 from enum import Enum
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 LARGE = 1e4
 """Factor that brings inputs beyond the limits of a clamp."""
 WIDEST = 2**18
 """Most outputs that are tried; vocabularies are padded to less."""
+HARMLESS = {
+    *("linear", "conv2d", "addmm", "mm", "matmul", "__matmul__"),
+    *("to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous"),
+    *("t", "T", "mT", "transpose", "view", "reshape", "flatten", "unflatten"),
+    *("dtype", "shape", "size", "dim", "ndim"),
+}
+"""Functions and properties of tensors that do not depend on values or devices."""
 
 
 def layer_family(cls: type[nn.Module]) -> type[nn.Module] | None:
@@ -50,13 +62,18 @@ def forward_objection(layer: nn.Module) -> str:
     _, *parameters = inspect.signature(type(layer).forward).parameters
     if len(parameters) > 1:
         return f"a forward with further arguments ({', '.join(parameters[1:])})"
-    equal, reads, writes = _compared(layer)
+    if names := _changeable_globals(type(layer), base):
+        return f"a forward that reads {', '.join(names)}, which may change"
+    equal, reads, writes, calls = _compared(layer)
     if writes:
         return f"a forward that sets {', '.join(writes)}"
     own = vars(layer)
     if mutable := [n for n in reads if n not in own or not _is_constant(own[n])]:
         return f"a forward that reads {', '.join(mutable)}, which may change"
-    return "" if equal else "a forward that is not F.linear(x, weight.to(x.dtype), bias)"
+    plain = "a forward that is not F.linear(x, weight.to(x.dtype), bias)"
+    if calls:
+        return f"{plain}: it calls {', '.join(calls)}"
+    return "" if equal else plain
 
 
 def _is_constant(value: Any) -> bool:
@@ -65,6 +82,53 @@ def _is_constant(value: Any) -> bool:
         return all(map(_is_constant, value))
     plain = bool | int | float | complex | str | bytes | torch.dtype | torch.device | Enum
     return value is None or isinstance(value, plain)
+
+
+def _changeable_globals(cls: type[nn.Module], base: type[nn.Module]) -> list[str]:
+    """Return what the methods of ``cls`` behind its forward read besides arguments and ``self``.
+
+    Functions, classes, modules and constants are no objection. A truth value is: it switches
+    something on. So is the class as an object, whose attributes anybody may set.
+    """
+    found: list[str] = []
+    waiting, seen = ["forward", "_conv_forward"], set[str]()
+    while waiting:
+        name = waiting.pop()
+        function = inspect.unwrap(getattr(cls, name, lambda: None))
+        if name in seen or function is getattr(base, name, None):
+            continue
+        seen.add(name)
+        if not isinstance(function, FunctionType):
+            continue
+        waiting += [n for n in function.__code__.co_names if hasattr(cls, n)]
+        closed = inspect.getclosurevars(function)
+        for text, value in _read_globals(function, {**closed.globals, **closed.nonlocals}):
+            harmless = callable(value) or isinstance(value, ModuleType) or _is_constant(value)
+            if text in ("type", "__class__") or isinstance(value, bool) or not harmless:
+                found.append(text)
+    return list(dict.fromkeys(found))
+
+
+def _read_globals(
+    function: FunctionType, values: dict[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """Yield names that a function reads, with attributes of modules and classes, and values."""
+    value: Any = None
+    text = ""
+    for step in dis.get_instructions(function):
+        if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and text:
+            if isinstance(value, ModuleType | type) and hasattr(value, step.argval):
+                value, text = getattr(value, step.argval), f"{text}.{step.argval}"
+                continue
+        if text:
+            yield text, value
+        text = ""
+        if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and step.argval == "__class__":
+            yield "__class__", None
+        if step.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME") and step.argval in values:
+            value, text = values[step.argval], step.argval
+        elif step.opname == "LOAD_GLOBAL" and step.argval == "type":
+            yield "type", type
 
 
 def read_attributes(layer: nn.Module) -> frozenset[str]:
@@ -81,13 +145,13 @@ def attributes_of(layer: nn.Module) -> dict[str, Any]:
     return {k: v for k, v in vars(layer).items() if k not in internal or k == "training"}
 
 
-Compared = tuple[bool, tuple[str, ...], tuple[str, ...]]
+Compared = tuple[bool, tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 _known: dict[Hashable, Compared] = {}
 """Class, attributes and shapes -> result: models have many layers that are alike."""
 
 
 def _compared(layer: nn.Module) -> Compared:
-    """Return if the forwards are equal, and attributes that the layer's reads and sets."""
+    """Return if the forwards are equal, attributes that the layer's reads and sets, and calls."""
     attributes = attributes_of(layer).items()
     simple = [(k, v) for k, v in attributes if isinstance(v, Hashable) and k != "training"]
     shapes = tuple(None if p is None else p.shape for p in layer._parameters.values())
@@ -104,6 +168,7 @@ def _compare(layer: nn.Module) -> Compared:
     assert base is not None
     reads: set[str] = set()
     writes: set[str] = set()
+    calls = _Calls()
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -111,7 +176,7 @@ def _compare(layer: nn.Module) -> Compared:
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        trials = [*_trials(layer, base)]
+        trials = [*_trials(layer, base, calls)]
         own = _recording(type(layer), base, reads, writes)
         full, half = torch.float32, torch.bfloat16
         equal = all(trial.equal(own, full, full) for trial in trials)
@@ -120,7 +185,27 @@ def _compare(layer: nn.Module) -> Compared:
         casts = equal and not trials[0].raises(own)  # a forward that casts nothing refuses bf16
         weights = full if casts else half
         equal = equal and all(trial.equal(own, half, weights) for trial in trials)
-    return equal, tuple(sorted(reads)), tuple(sorted(writes))
+        for other in (torch.float16, torch.float64):
+            equal = equal and trials[0].equal(own, other, other)
+    return equal, tuple(sorted(reads)), tuple(sorted(writes)), tuple(sorted(calls.others))
+
+
+class _Calls(TorchFunctionMode):
+    """Notes the functions of tensors that a forward calls besides :data:`HARMLESS` ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others: set[str] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if name in ("__get__", "__set__"):  # of a property
+            name = func.__self__.__name__
+        if name not in HARMLESS:
+            self.others.add(name)
+        return func(*args, **(kwargs or {}))
 
 
 def _recording(
@@ -157,23 +242,29 @@ class _Trial:
     """Random weights and an input for both forwards."""
 
     def __init__(
-        self, layer: nn.Module, attributes: dict[str, Any], weights: dict[str, Tensor], x: Tensor
+        self,
+        layer: nn.Module,
+        attributes: dict[str, Any],
+        weights: dict[str, Tensor],
+        x: Tensor,
+        calls: _Calls,
     ) -> None:
         self.layer = layer
         self.attributes = attributes
         self.weights = weights
         self.x = x
+        self.calls = calls
 
     def equal(self, cls: type[nn.Module], dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
-        """Return True if ``cls`` and the base class compute the same, in both modes."""
+        """Return True if ``cls`` and the base class compute the same, in all modes."""
         base: Any = layer_family(type(self.layer))
         try:
             return all(
                 _same(own, expected)
-                for training in (True, False)
+                for mode in ({"training": True}, {"training": False}, {"gradients": False})
                 for own, expected in zip(
-                    self._run(cls, dtype, weight_dtype, training),
-                    self._run(base, dtype, weight_dtype, training),
+                    self._run(cls, dtype, weight_dtype, **mode),
+                    self._run(base, dtype, weight_dtype, **mode),
                     strict=True,
                 )
             )
@@ -183,13 +274,18 @@ class _Trial:
     def raises(self, cls: type[nn.Module]) -> bool:
         """Return True if the forward with an fp32 weight refuses an input in bf16."""
         try:
-            self._run(cls, torch.bfloat16, torch.float32, True)
+            self._run(cls, torch.bfloat16, torch.float32)
         except RuntimeError:
             return True
         return False
 
     def _run(
-        self, cls: Any, dtype: torch.dtype, weight_dtype: torch.dtype, training: bool
+        self,
+        cls: Any,
+        dtype: torch.dtype,
+        weight_dtype: torch.dtype,
+        training: bool = False,
+        gradients: bool = True,
     ) -> list[Tensor]:
         """Return output and gradients; weights are cast to the dtype of x for the base class."""
         x = self.x.to(dtype, copy=True).requires_grad_()
@@ -199,16 +295,26 @@ class _Trial:
         }
         parameters: dict[str, Tensor | None] = dict.fromkeys(self.layer._parameters)
         parameters |= leaves
-        if cls is layer_family(type(self.layer)):
+        base = layer_family(type(self.layer))
+        if cls is base:
             parameters |= {name: leaf.to(dtype) for name, leaf in leaves.items()}
         probe = copy.copy(self.layer)
         state = {**self.attributes, "training": training, "_parameters": parameters}
         probe.__dict__ = {**self.layer.__dict__, **state}
         probe.__class__ = cls  # the base class must not call overridden parts of the forward
-        y = cls.forward(probe, x)
-        y.backward(torch.linspace(-1, 1, y.numel(), device="cpu").view(y.shape).to(y.dtype))
-        gradients = [leaf.grad for leaf in (x, *leaves.values())]
-        return [y.detach(), *(torch.zeros(()) if grad is None else grad for grad in gradients)]
+        with torch.set_grad_enabled(gradients), self.calls if cls is not base else nullcontext():
+            y = cls.forward(probe, x)
+        if not gradients:
+            return [y]
+        tangent = torch.linspace(-1, 1, y.numel(), device="cpu").view(y.shape)
+        inputs = [x, *leaves.values()]
+        found = [y.detach()]
+        # a backward of its own may limit gradients, or clean them
+        for extreme in (tangent, *_extreme(tangent)):
+            found += torch.autograd.grad(
+                y, inputs, extreme.to(y.dtype), retain_graph=True, materialize_grads=True
+            )
+        return found
 
 
 def _same(own: Tensor, expected: Tensor) -> bool:
@@ -218,7 +324,7 @@ def _same(own: Tensor, expected: Tensor) -> bool:
     return bool(((own == expected) | (own.isnan() & expected.isnan())).all())
 
 
-def _trials(layer: Any, base: type[nn.Module]) -> Iterator[_Trial]:
+def _trials(layer: Any, base: type[nn.Module], calls: _Calls) -> Iterator[_Trial]:
     """Yield trials with few weights: all outputs of the layer, all its inputs, any image size."""
     if base is nn.Conv2d:
         groups = layer.groups
@@ -227,7 +333,7 @@ def _trials(layer: Any, base: type[nn.Module]) -> Iterator[_Trial]:
         reach = [2 + d * k for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
         images = [_random((2, 4 * groups, *(size + more for size in reach))) for more in range(4)]
         for x in (*images, *_extreme(images[0]), images[0][0]):
-            yield _Trial(layer, attributes, weights, x)
+            yield _Trial(layer, attributes, weights, x, calls)
         return
     is_linear = base is nn.Linear
     inputs, outputs = layer.weight.shape[::-1] if is_linear else layer.weight.shape
@@ -244,8 +350,9 @@ def _trials(layer: Any, base: type[nn.Module]) -> Iterator[_Trial]:
             _random((2, 2, 3, width)),
             *_extreme(rows),
         ):
-            yield _Trial(layer, attributes, weights, x)
-        yield _Trial(layer, attributes, {k: v * LARGE for k, v in weights.items()}, rows)
+            yield _Trial(layer, attributes, weights, x, calls)
+        large = {k: v * LARGE for k, v in weights.items()}
+        yield _Trial(layer, attributes, large, rows, calls)
 
 
 def _extreme(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -267,6 +267,131 @@ def test_padding_by_the_size_of_the_image_is_refused(kernel, stride):
             sp.sparsify(nn.Sequential(layer), "ste", targets=["*"])
 
 
+class Limits(torch.autograd.Function):
+    """Limits and cleans the gradient of the output."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.nan_to_num(gradient, 0.0, 1e3, -1e3).clamp(-1e3, 1e3)
+
+
+class OwnBackward(nn.Linear):
+    def forward(self, x):
+        return Limits.apply(F.linear(x, self.weight, self.bias))
+
+
+class Hooked(nn.Linear):
+    def forward(self, x):
+        y = F.linear(x, self.weight, self.bias)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient.clamp(-100, 100))
+        return y
+
+
+class LimitedInHalf(nn.Linear):
+    """The guard of T5's and BART's blocks in transformers."""
+
+    def forward(self, x):
+        y = F.linear(x, self.weight.to(x.dtype), self.bias)
+        return y.clamp(-60000, 60000) if y.dtype == torch.float16 else y
+
+
+class RoundedInDouble(nn.Linear):
+    def forward(self, x):
+        y = F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+        return y.float().double() if y.dtype == torch.float64 else y
+
+
+class RoundedWithoutGradient(nn.Linear):
+    def forward(self, x):
+        weight = self.weight if torch.is_grad_enabled() else (self.weight * 8).round() / 8
+        return F.linear(x, weight, self.bias)
+
+
+class RarelyScaled(nn.Linear):
+    def forward(self, x):
+        y = F.linear(x, self.weight, self.bias)
+        return y * 0.5 if x.abs().max() > 1e9 else y
+
+
+class ElsewhereOnDevices(nn.Linear):
+    def forward(self, x):
+        y = F.linear(x, self.weight, self.bias)
+        return y * 2 if x.device.type == "cuda" else y
+
+
+FLAGS = {"signs": False}
+SIGNS = False
+
+
+class ByDictionary(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight.sign() if FLAGS["signs"] else self.weight, self.bias)
+
+
+class ByGlobal(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self._used(), self.bias)
+
+    def _used(self):
+        return self.weight.sign() if SIGNS else self.weight
+
+
+class ByType(nn.Linear):
+    signs = False
+
+    def forward(self, x):
+        return F.linear(x, self.weight.sign() if type(self).signs else self.weight, self.bias)
+
+
+class ByClass(nn.Linear):
+    signs = False
+
+    def forward(self, x):
+        return F.linear(x, self.weight.sign() if ByClass.signs else self.weight, self.bias)
+
+
+HIDDEN = {
+    OwnBackward: "is not",
+    Hooked: "it calls register_hook",
+    LimitedInHalf: "is not",
+    RoundedInDouble: "is not",
+    RoundedWithoutGradient: "it calls .*round",
+    RarelyScaled: "it calls .*max",
+    ElsewhereOnDevices: "it calls device",
+    ByDictionary: "reads FLAGS, which may change",
+    ByGlobal: "reads SIGNS, which may change",
+    ByType: "reads type, which may change",
+    ByClass: r"reads ByClass\.signs, which may change",
+}
+
+
+@pytest.mark.parametrize("cls", HIDDEN)
+def test_what_shows_only_at_times_is_refused(cls):
+    with pytest.raises(ConfigError, match=HIDDEN[cls]):
+        sp.sparsify(network(cls), "ste", targets=["*"])
+
+
+DTYPE = torch.bfloat16
+ROWS = 16
+
+
+class OldStyle(nn.Linear):
+    """Constants, functions, modules and its own class are no objection."""
+
+    def forward(self, x):
+        assert x.shape[-1] == ROWS and x.dtype != torch.int64 and DTYPE is not None
+        return super(OldStyle, self).forward(x)  # noqa: UP008
+
+
+def test_constants_of_a_module_are_no_objection():
+    sp.sparsify(nn.Sequential(OldStyle(16, 16)), "ste", targets=["*"])
+
+
 class Switched(nn.Linear):
     """Attributes that the forward reads may be set later."""
 
