@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -24,6 +23,12 @@ from sparsepretrain.registry import register
 
 POSITION_TABLES = ("wpe", "position_embeddings", "embed_positions", "position_embedding")
 """Names of embeddings of positions, whose number of rows limits the length of a sequence."""
+
+ADAPTER = (
+    "has an adapter (adapter_config.json): merge it (merge_and_unload of peft) and save the model "
+    "in another directory, or move the files of the adapter away to train without it"
+)
+"""What to do with a checkpoint of peft, alone or beside a model: transformers would add it."""
 
 CLASSES = {
     "causal_lm": "AutoModelForCausalLM",
@@ -89,17 +94,17 @@ class Pretrained(Headable):
         """
         kind = head or "causal_lm"
         path = str(options.path)
-        _refuse_integers(path)
-        with quiet(path):
-            try:
-                model, info = _class(kind).from_pretrained(
-                    path,
-                    config=_config(path, kind, outputs),
-                    ignore_mismatched_sizes=True,
-                    output_loading_info=True,
-                )
-            except Exception as error:  # of transformers, safetensors, pickle or the hub
-                raise CheckpointError(f"{path} cannot be loaded: {reason(error)}") from error
+        with quiet(path), _one_line(f"{path} cannot be loaded"):
+            model, info = _class(kind).from_pretrained(
+                path,
+                config=_config(path, kind, outputs),
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                trust_remote_code=False,
+            )
+        if getattr(model, "_hf_peft_config_loaded", False):
+            raise CheckpointError(f"model.path={path} {ADAPTER}")
+        _refuse_quantized(path)
         state = {k: v.detach().float() for k, v in model.state_dict().items()}
         mismatched = [k[0] if isinstance(k, tuple) else k for k in info["mismatched_keys"]]
         new = sorted({*info["missing_keys"], *mismatched})
@@ -217,21 +222,46 @@ def _of_any_block(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "#", name)
 
 
-def _refuse_integers(path: str) -> None:
-    """Refuse weights that are stored as integers: they are quantized, whatever config.json says."""
-    for file in sorted(Path(path).glob("*.safetensors")):
-        try:
-            with open(file, "rb") as stream:
-                header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-            kinds = {k: v["dtype"] for k, v in header.items() if k != "__metadata__"}
-        except (OSError, ValueError, TypeError, KeyError, MemoryError, OverflowError):
-            return  # damaged: loading says how
-        for name, kind in kinds.items():
-            if name.endswith("weight") and kind[0] in "IU":
+def _refuse_quantized(path: str) -> None:
+    """Refuse weights stored as integers or in 8 bits, whatever config.json says.
+
+    transformers loads them as if they were the weights; scales beside them are left out.
+    """
+    from transformers.utils import CONFIG_NAME, cached_file
+
+    with quiet(path):
+        folder = Path(cached_file(path, CONFIG_NAME)).parent  # of a name on the hub: in its cache
+    stored = sorted(folder.glob("*.safetensors"))
+    for file in stored or sorted(folder.glob("pytorch_model*.bin")):
+        for name, kind in _codes(file):
+            if name.endswith("weight"):
                 raise CheckpointError(
                     f"{file}: {name} has the dtype {kind}, so its weights are quantized, although "
                     "config.json does not say so: dequantize the model and save it again"
                 )
+
+
+def _codes(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield name and dtype of the tensors of a loaded file that do not hold plain values."""
+    if file.suffix == ".safetensors":
+        from safetensors import safe_open
+
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                kind = tensors.get_slice(name).get_dtype()
+                if kind not in ("F64", "F32", "F16", "BF16", "C64"):
+                    yield name, kind
+        return
+    load = functools.partial(torch.load, file, map_location="meta", weights_only=True)
+    try:
+        values = load(mmap=True)
+    except RuntimeError:  # a file of torch 1.5 or older
+        values = load()
+    for name, value in values.items():
+        if not isinstance(value, Tensor) or value.is_complex():
+            continue
+        if not value.is_floating_point() or value.dtype.itemsize == 1:
+            yield name, str(value.dtype).removeprefix("torch.")
 
 
 @functools.lru_cache(maxsize=8)
@@ -242,7 +272,7 @@ def _positions(path: str) -> int | None:
     config = _read(path)
     if config.model_type == "mpt":  # its biases are a slice of a table
         return int(config.max_seq_len)
-    with torch.device("meta"):
+    with torch.device("meta"), _one_line(f"{path}: config.json describes no model"):
         model = AutoModel.from_config(config)
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
@@ -257,13 +287,33 @@ def _positions(path: str) -> int | None:
 
 def _build(path: str, kind: str, outputs: int) -> nn.Module:
     config = _config(path, kind, outputs)
-    try:
-        model: nn.Module = _class(kind).from_config(config)
-    except ValueError as error:
-        raise ConfigError(
-            f"model.path={path} ({config.model_type}) has no {CLASSES[kind]} in transformers"
-        ) from error
+    with _one_line(f"{path}: config.json describes no model"):
+        try:
+            model: nn.Module = _class(kind).from_config(config, trust_remote_code=False)
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error):
+                raise
+            raise ConfigError(
+                f"model.path={path} ({config.model_type}) has no {CLASSES[kind]} in transformers"
+            ) from error
     return model.float()
+
+
+@contextlib.contextmanager
+def _one_line(what: str) -> Iterator[None]:
+    """Turn an error of transformers, safetensors, pickle or the hub into a line."""
+    try:
+        yield
+    except (CheckpointError, ConfigError):
+        raise
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise CheckpointError(
+                f"{what}: it brings Python code of its own (auto_map in config.json), which is not "
+                "run here: train it in your own loop, with sparsepretrain.sparsify"
+            ) from error
+        kind = "KeyError: " if isinstance(error, KeyError) else ""  # its text is only the key
+        raise CheckpointError(f"{what}: {kind}{reason(error)}") from error
 
 
 def _class(kind: str) -> Any:
@@ -300,16 +350,10 @@ def _reads_both_sides(config: Any) -> bool:
 def _read(path: str) -> Any:
     from transformers import AutoConfig
 
-    with quiet(path):
-        try:
-            config = AutoConfig.from_pretrained(path)
-        except (OSError, ValueError) as error:
-            if Path(path, "adapter_config.json").is_file():
-                raise CheckpointError(
-                    f"model.path={path} is an adapter: merge it (merge_and_unload of peft) and "
-                    "save the model"
-                ) from error
-            raise CheckpointError(f"model.path={path} cannot be read: {reason(error)}") from error
+    if Path(path, "adapter_config.json").is_file():
+        raise CheckpointError(f"model.path={path} {ADAPTER}")
+    with quiet(path), _one_line(f"model.path={path} cannot be read"):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if method := quantization(config):
         raise CheckpointError(
             f"model.path={path}: its config.json says that the weights are quantized ({method}): "
@@ -335,7 +379,7 @@ def quantization(config: Any) -> str:
 def _roles(path: str) -> dict[str, list[str]]:
     from transformers import AutoModel
 
-    with torch.device("meta"):
+    with torch.device("meta"), _one_line(f"{path}: config.json describes no model"):
         model = AutoModel.from_config(_read(path))
     return roles_of(name for name, module in model.named_modules() if hasattr(module, "weight"))
 

@@ -151,6 +151,11 @@ class Method:
         return type(self).update_ is not Method.update_
 
     @property
+    def fixed_from(self) -> int | None:
+        """Completed steps after which masks never change; None: they keep following weights."""
+        return None
+
+    @property
     def keeps_zeros(self) -> bool:
         """True if zeros of the initial weights stay zeros: the first mask is the last one."""
         return False

@@ -21,6 +21,7 @@ from sparsepretrain.sparsity.engine.layer_classes import (
 )
 from sparsepretrain.sparsity.engine.layers import SparseLayer, is_dtensor
 from sparsepretrain.sparsity.engine.own_forwards import forward_objection, layer_family
+from sparsepretrain.sparsity.engine.sharing import shared_weights
 from sparsepretrain.sparsity.method import Method
 
 SUPPORTED = "(supported: nn.Linear, nn.Conv2d, transformers' Conv1D)"
@@ -36,14 +37,11 @@ def select_layers(model: nn.Module, patterns: list[str], exclude: Sequence[str])
     matched: set[str] = set()
     dense: dict[str, str] = {}  # modules with weights that cannot be sparse
     left_out: dict[str, str] = {}  # such modules that the pattern "*" matches, as everything
-    owners: dict[Any, list[str]] = defaultdict(list)  # parameter -> its names
     names: dict[nn.Module, list[str]] = defaultdict(list)  # and with a dot before, for `*.x`
     for name, module in model.named_modules(remove_duplicate=False):
         names[module] += name, f".{name}"
     for module, aliases in names.items():  # a module under two names appears once
         name = aliases[0]
-        for key, parameter in module._parameters.items():
-            owners[parameter].append(f"{name}.{key}")
         hits = {p for p in patterns for alias in aliases if fnmatchcase(alias, p)}
         if not hits:
             continue
@@ -99,10 +97,8 @@ def select_layers(model: nn.Module, patterns: list[str], exclude: Sequence[str])
             known = [k for k, v in model.named_modules() if sparse_class(type(v)) is not None]
             text = f": no linear layer or convolution matches {pattern!r}"
             problems.append(("targets", text + registry.suggestion(pattern, known[:8])))
-    for name, module in chosen.items():
-        users = owners[module.weight]
-        if len(users) > 1:
-            problems.append(f"layer {name!r} shares its weight ({', '.join(users)}): exclude it")
+    for name, users in shared_weights(model, chosen).items():
+        problems.append(f"layer {name!r} shares its weight ({', '.join(users)}): exclude it")
     if not chosen and not problems:
         problems.append(("targets", ": every layer that matches is excluded"))
     if problems:

@@ -15,6 +15,7 @@ from sparsepretrain.sparsity.coverage import Coverage, Proof, cover, prove
 from sparsepretrain.sparsity.engine.attachments import holder_of
 from sparsepretrain.sparsity.engine.layers import SparseLayer, is_dtensor
 from sparsepretrain.sparsity.engine.model_state import BUFFERS, ModelState
+from sparsepretrain.sparsity.engine.sharing import require_unshared
 from sparsepretrain.sparsity.engine.steps import Steps, require_own_weights, require_present
 from sparsepretrain.sparsity.fsdp.rows import Rows
 from sparsepretrain.sparsity.layer_state import LayerState
@@ -143,12 +144,13 @@ class Sparsifier:
 
         Raises:
             ConfigError: attached to another optimizer, not an optimizer, a sparse weight is
-                missing, sparse weights are in two optimizers, or the model was sharded without
-                :meth:`prepare_sharding`, or prepared and not sharded.
+                missing or shared, sparse weights are in two optimizers, or the model was sharded
+                without :meth:`prepare_sharding`, or prepared and not sharded.
         """
         self._require_sparse()
         attached = self._state.attachment.optimizer
         require_own_weights(self.layers)
+        require_unshared(self._state.root, self.layers)
         if attached is None and self._rows.is_sharded:
             from sparsepretrain.sparsity.engine import shard_setup
 
@@ -238,7 +240,7 @@ class Sparsifier:
         if not method.keeps_zeros:
             raise ConfigError(
                 f"{method.options.name} has no mask that is fixed from the start: use asp with "
-                "at=0, or slope with mask=magnitude"
+                "at=0, or slope with mask=magnitude, and no window.start"
             )
         n, m = method.pattern
         kept = {name: layer.weight != 0 for name, layer in self.layers.items()}

@@ -18,6 +18,7 @@ from sparsepretrain.sparsity.engine.layers import SparseLayer
 from sparsepretrain.sparsity.engine.model_state import ModelState
 from sparsepretrain.sparsity.engine.operands import LayerOperands
 from sparsepretrain.sparsity.engine.own_forwards import read_attributes
+from sparsepretrain.sparsity.engine.sharing import require_unshared
 from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.matmuls.fp8 import FP8Precision, precision_of
 from sparsepretrain.sparsity.matmuls.geometry import LayerSize
@@ -218,12 +219,15 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
         ``model``.
 
     Raises:
-        ConfigError: ``model`` is not a module, it is sharded, or sparse layers were replaced.
+        ConfigError: ``model`` is not a module, it is sharded, sparse layers were replaced, or their
+            weights were tied to others.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {_show(model)}")
-    layers = [module for module in model.modules() if isinstance(module, SparseLayer)]
+    named = {n: module for n, module in model.named_modules() if isinstance(module, SparseLayer)}
+    layers = [*named.values()]
     states = {layer.sparse_model for layer in layers}
+    require_unshared(model, named)
     if any(layer.operands.rows.is_sharded for layer in layers):
         raise ConfigError(
             "a sharded model cannot be densified: save it, and load the checkpoint in one process"

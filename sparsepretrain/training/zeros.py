@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import nonzeros_per_group
 from sparsepretrain.sparsity import Sparsifier
+from sparsepretrain.sparsity.engine.layer_classes import dense_weights
 from sparsepretrain.sparsity.engine.own_forwards import layer_family
 from sparsepretrain.sparsity.methods.asp import EXCEPTIONS, PRUNED
 
@@ -31,12 +32,15 @@ def zeros_note(model: nn.Module, sparsifier: Sparsifier) -> str:
     n, m = method.options.n, method.options.m
     kept = {*sparsifier.layers.values()} if method.keeps_zeros else set()
     pruned: dict[tuple[tuple[int, int] | None, bool], list[int]] = defaultdict(list)
-    for module in model.modules():
+    others: list[str] = []
+    for name, module in model.named_modules():
         family = layer_family(type(module))
-        weight: Any = module._parameters.get("weight")
-        if family is None or weight is None or not weight.any():
+        if family is None:
+            banks = dense_weights(module)
+            others += [f"{name}.{key}".lstrip(".") for key in banks if _is_pruned(banks[key])]
             continue
-        if float((weight == 0).float().mean()) < PRUNED:
+        weight: Any = module._parameters.get("weight")
+        if weight is None or not _is_pruned(weight):
             continue
         pattern, exceptions = pattern_of(weight, 1 if family in (nn.Linear, nn.Conv2d) else 0)
         is_kept = module in kept
@@ -47,7 +51,19 @@ def zeros_note(model: nn.Module, sparsifier: Sparsifier) -> str:
         _described(pattern, is_kept, exceptions, method.options.name, bool(kept))
         for (pattern, is_kept), exceptions in pruned.items()
     ]
+    if others:
+        count = "1 weight" if len(others) == 1 else f"{len(others)} weights"
+        more = "" if len(others) == 1 else ", …"
+        parts.append(
+            f"{count} of the checkpoint that no linear layer holds ({others[0]}{more}), such as "
+            "banks of experts, have zeros, which train: no method keeps them"
+        )
     return f"note: {'; '.join(parts)}" if parts else ""
+
+
+def _is_pruned(weight: Tensor) -> bool:
+    """Return True if many values are zero, but not all."""
+    return bool(weight.any()) and float((weight == 0).float().mean()) >= PRUNED
 
 
 def pattern_of(weight: Tensor, dim: int) -> tuple[tuple[int, int] | None, int]:

@@ -77,6 +77,19 @@ def tied():
     return model
 
 
+def tied_data():
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    model[2].weight.data = model[0].weight.data
+    return model
+
+
+def transposed():
+    """An autoencoder whose decoder is the transposed encoder."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    model[2].weight = nn.Parameter(model[0].weight.data.t())
+    return model
+
+
 def twice():
     model = Net()
     sparsify(model, "ste")
@@ -99,6 +112,8 @@ REFUSALS = {
     "not a layer": (nn.Sequential(nn.Tanh()), "ste", ALL, "no linear layer"),
     "twice": (twice, "srste", {}, "'fc1' is sparse already: call densify"),
     "bare": (nn.Linear(8, 8), "ste", ALL, "bare layer"),
+    "tied data": (tied_data, "ste", {"targets": "2"}, "shares its weight .0.weight, 2.weight."),
+    "transposed": (transposed, "ste", {"targets": "2"}, "shares its weight .0.weight, 2.weight."),
     "tied": (tied, "ste", {"targets": "1"}, "shares its weight .0.weight, 1.weight."),
     "own forward": (nn.Sequential(OwnForward(8, 8)), "ste", ALL, "'0' .OwnForward. has a forward"),
     "lazy": (nn.Sequential(nn.LazyLinear(8)), "ste", ALL, "no shape yet"),
@@ -549,3 +564,37 @@ def test_weights_of_the_root_that_stay_dense_are_named(shape, warned):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sp.sparsify(Bank(shape), "ste", targets=["head"])
+
+
+def test_views_of_one_buffer_share_nothing():
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    flat = torch.randn(2 * 16 * 32)
+    model[0].weight.data, model[2].weight.data = flat[:512].view(32, 16), flat[512:].view(16, 32)
+    handle = sparsify(model, "ste", targets=["*"])
+    assert len(handle.layers) == 2
+    with torch.device("meta"):
+        sparsify(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)), "ste", targets=["*"])
+
+
+@pytest.mark.parametrize("when", ["before attach", "after attach", "without training"])
+@pytest.mark.parametrize("how", ["Parameter", "data"])
+def test_weights_that_are_tied_after_sparsify_are_refused(when, how):
+    model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 32, bias=False))
+    handle = sparsify(model, "ste", targets=["*"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if when == "after attach":
+        handle.attach(optimizer)
+    if how == "Parameter":
+        model[1].weight = model[0].weight
+    else:
+        model[1].weight.data = model[0].weight.data
+    told = r"layer '1' shares its weight since sparsify \(0.weight, 1.weight\)"
+    if when == "without training":
+        with pytest.raises(ConfigError, match=told):
+            sp.densify(model)
+        return
+    model(torch.arange(8)).square().mean().backward()
+    with pytest.raises(ConfigError, match=told):
+        if when == "before attach":
+            handle.attach(optimizer)
+        optimizer.step()

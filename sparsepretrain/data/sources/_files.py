@@ -33,6 +33,8 @@ SHARD_BYTES = 4 << 20
 """Bytes per shard: 1 to 2 s of byte-level BPE on one core, lost by an interruption."""
 LONGEST_LINE = 1 << 20
 """Large files are cut at a line end, unless a line is longer than this (bytes)."""
+BLANK_BYTES = 512
+"""Largest size at which a compressed file is looked into for text; the name may be inside."""
 CONVERT = "convert the file from its encoding, `iconv -f ENCODING -t UTF-8`"
 """Remedy for text that is not UTF-8."""
 
@@ -107,7 +109,8 @@ class FileSource(Source):
     @cached_property
     def files(self) -> list[TextFile]:
         """Non-empty files in the order of their hashes."""
-        unique = {file.path: file for file in self.find() if file.size}
+        found = (f for f in self.find() if f.size and not (self.is_text and _is_blank(f)))
+        unique = {file.path: file for file in found}
         if not unique:
             raise DataError(f"{self.options.name}: all files are empty")
         return sorted(unique.values(), key=lambda file: (self._hash(file.name), file.path))
@@ -164,6 +167,8 @@ class FileSource(Source):
             at = _line_end(whole.path, int(whole.size - fraction * whole.size), whole.size)
             if not 0 < at < whole.size:  # one long line
                 at = max(1, int(whole.size - fraction * whole.size))
+                if self.is_text:
+                    at = _character_end(whole.path, at, whole.size)
             return {
                 TRAIN: [replace(whole, end=at)],
                 VALIDATION: [replace(whole, begin=at)] if at < whole.size else [],
@@ -192,6 +197,14 @@ def _whole(files: Iterable[TextFile], *, is_text: bool) -> list[Piece]:
     return pieces
 
 
+def _is_blank(file: TextFile) -> bool:
+    """Return True if a file has no text: only a byte order mark, or nothing, compressed."""
+    if file.size > BLANK_BYTES or not (file.size <= len(BOM) or _is_compressed(file.path)):
+        return False
+    with opened(file.path) as stream:
+        return stream.read(len(BOM) + 1) in (b"", BOM)
+
+
 def _is_compressed(path: str) -> bool:
     try:
         return is_compressed(path)
@@ -208,7 +221,8 @@ def require_text(text: bytes, path: str, at: int) -> None:
         at: offset in the file, decompressed.
     """
     # continuation bytes of a character that the text before has begun
-    inside = next((k for k, byte in enumerate(text[:4]) if byte & 0xC0 != 0x80), 0) if at else 0
+    first = enumerate(text[:4])
+    inside = next((k for k, byte in first if byte & 0xC0 != 0x80), len(text[:3])) if at else 0
     try:
         text[inside:].decode()
     except UnicodeDecodeError as error:
@@ -335,6 +349,15 @@ def _line_end(path: str, at: int, end: int) -> int:
         file.seek(at)
         file.readline(LONGEST_LINE)
         return min(file.tell(), end)
+
+
+def _character_end(path: str, at: int, end: int) -> int:
+    """Return the first offset from ``at`` on that is not within a character of UTF-8."""
+    with opened(path) as file:
+        file.seek(at)
+        following = file.read(3)
+    inside = next((k for k, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
+    return min(at + inside, end)
 
 
 def _pack(split: str, pieces: Iterator[Piece]) -> list[Shard]:

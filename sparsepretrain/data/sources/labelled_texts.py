@@ -18,6 +18,8 @@ from sparsepretrain.registry import register
 
 BOOLEANS = {"true": 1, "false": 0}
 """Lowercase names of the two JSON values -> their numbers."""
+TRUTHS = BOOLEANS | {"yes": 1, "no": 0}
+"""Lowercase names of classes that a truth value of a file may mean."""
 NUMBER = re.compile(r"[+-]?\d+(\.\d+)?([eE][+-]?\d{1,3})?")
 """Names of classes that are numbers."""
 LARGEST = 3.4028234663852886e38
@@ -73,6 +75,12 @@ class LabelledTexts(RecordSource):
         return {i: BOOLEANS[name.lower()] for i, name in names if name.lower() in BOOLEANS}
 
     @cached_property
+    def _truths(self) -> dict[int, int]:
+        """Index -> truth value that the class means."""
+        names = enumerate(self.options.labels)
+        return {i: TRUTHS[name.lower()] for i, name in names if name.lower() in TRUTHS}
+
+    @cached_property
     def _takes_indices(self) -> bool:
         """True if a number in the file cannot be mistaken for the name of another class."""
         return all(index == number for index, number in (self._numbers | self._booleans).items())
@@ -87,7 +95,12 @@ class LabelledTexts(RecordSource):
             raise ValueError(f"column {column!r} holds no label (NaN)")
         if not names:
             return _real(value)
-        if isinstance(value, bool) and not self._booleans:
+        if isinstance(value, bool) and not self._truths:
+            if not self._numbers:
+                raise ValueError(
+                    f"label {_show(value)} is a truth value, and none of {', '.join(names)} is: "
+                    "write true and false, or yes and no, in data.labels"
+                )
             value = int(value)
         index = self._named(value)
         if index is not None:
@@ -114,7 +127,7 @@ class LabelledTexts(RecordSource):
         if isinstance(value, str):
             return int(names.index(value)) if value in names else None
         if isinstance(value, bool):
-            same = [i for i, truth in self._booleans.items() if truth == value]
+            same = [i for i, truth in self._truths.items() if truth == value]
             written = str(value).lower()  # as JSON spells it
         elif isinstance(value, int | float):
             # 0.1 is its shortest decimal text, not the nearest binary fraction

@@ -7,6 +7,7 @@ each matmul; :mod:`sparsepretrain.sparsity.matmuls` multiplies them.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -17,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sparsepretrain.errors import ConfigError
+from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.sparsity.clock import ClockReading, MicroBatches
+from sparsepretrain.sparsity.engine.attachments import frames_to_the_caller
 from sparsepretrain.sparsity.engine.model_state import ModelState
 from sparsepretrain.sparsity.engine.operands import LayerOperands
 from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK, LayerState
@@ -368,6 +370,19 @@ class SparseLayer(nn.Module):
             else:
                 operands.reset(self.weight)
                 model.baseline_due = True
+        elif brings_weight and not all(brings_own) and _is_fixed(model.method):
+            warnings.warn(
+                f"{model.method.options.name}: weights were loaded without their masks, and "
+                "those of the old weights never change: load a state dict of the sparse model, "
+                "or load the weights before sparsify",
+                SparsePretrainWarning,
+                stacklevel=frames_to_the_caller(),
+            )
+
+
+def _is_fixed(method: Method) -> bool:
+    """Return True if the present masks are kept for good."""
+    return method.fixed_from is not None and method.schedule.step >= method.fixed_from
 
 
 def _brings(

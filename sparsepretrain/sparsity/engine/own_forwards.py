@@ -109,21 +109,20 @@ def _changeable_globals(cls: type[nn.Module], base: type[nn.Module]) -> list[str
     return list(dict.fromkeys(found))
 
 
-def _read_globals(
-    function: FunctionType, values: dict[str, Any]
-) -> Iterator[tuple[str, Any]]:
+def _read_globals(function: FunctionType, values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield names that a function reads, with attributes of modules and classes, and values."""
     value: Any = None
     text = ""
     for step in dis.get_instructions(function):
-        if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and text:
-            if isinstance(value, ModuleType | type) and hasattr(value, step.argval):
-                value, text = getattr(value, step.argval), f"{text}.{step.argval}"
-                continue
+        is_attribute = step.opname in ("LOAD_ATTR", "LOAD_METHOD")
+        of_known = text and isinstance(value, ModuleType | type)
+        if is_attribute and of_known and hasattr(value, step.argval):
+            value, text = getattr(value, step.argval), f"{text}.{step.argval}"
+            continue
         if text:
             yield text, value
         text = ""
-        if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and step.argval == "__class__":
+        if is_attribute and step.argval == "__class__":
             yield "__class__", None
         if step.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME") and step.argval in values:
             value, text = values[step.argval], step.argval
@@ -197,9 +196,7 @@ class _Calls(TorchFunctionMode):
         super().__init__()
         self.others: set[str] = set()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
         if name in ("__get__", "__set__"):  # of a property
             name = func.__self__.__name__

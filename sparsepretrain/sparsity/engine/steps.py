@@ -18,6 +18,7 @@ from sparsepretrain.optim._initialization import creates_state, forget_step
 from sparsepretrain.sparsity.engine.attachments import frames_to_the_caller
 from sparsepretrain.sparsity.engine.layers import SparseLayer
 from sparsepretrain.sparsity.engine.model_state import ModelState
+from sparsepretrain.sparsity.engine.sharing import require_unshared
 from sparsepretrain.sparsity.method import Method
 from sparsepretrain.sparsity.operand_table import DW
 
@@ -42,7 +43,7 @@ class Steps:
         self._masks_before_update: dict[str, Tensor] = {}
         self._is_real_step = True  # False in a step that only creates optimizer state
         self._checked_rounding = False  # masked decay in low precision was looked at once
-        self._checked_forwards = False  # of layers with a gradient
+        self._checked_first = False  # what is looked at in the first step only
         self._unused_closure = False  # given to the present step, and not called so far
 
     @property
@@ -61,6 +62,8 @@ class Steps:
         if any(parent._modules.get(key) is not layer for parent, key, layer in self._places):
             require_present(self.state.root, self.layers)  # or it is wrapped
         require_own_weights(self.layers)
+        if not self._checked_first:
+            require_unshared(self.state.root, self.layers)
         require_held(self.layers, optimizer)
         self.take_baseline()
         self.state.check_step(ended=False)
@@ -93,13 +96,13 @@ class Steps:
         return args, kwargs | {"closure": with_adjustment}
 
     def warn_of_bypassed(self) -> None:
-        """Warn once of layers with a gradient that never ran: another module reads their weight.
+        """Warn once of layers with a gradient that never ran: does another module read the weight?
 
         Swin and BEiT do so. Compiled forwards leave no trace here, so nothing is said with them.
         """
-        if self._checked_forwards:
+        if self._checked_first:
             return
-        self._checked_forwards = True
+        self._checked_first = True
         dynamo = sys.modules.get("torch._dynamo.utils")
         if dynamo is not None and dynamo.counters["frames"]:
             return
@@ -111,8 +114,10 @@ class Steps:
         if silent:
             more = f" and {len(silent) - 1} more layers" if len(silent) > 1 else ""
             warnings.warn(
-                f"{silent[0]!r}{more} has a gradient, but its forward did not run: the module "
-                "around it reads the weight itself, which is dense there; exclude such layers",
+                f"{silent[0]!r}{more} has a gradient, but its forward did not run: either the "
+                "module around it reads the weight itself, which is dense there (then exclude it), "
+                "or it was skipped in this step and something else gave it a gradient, such as a "
+                "penalty (then nothing is wrong)",
                 SparsePretrainWarning,
                 stacklevel=frames_to_the_caller(),
             )

@@ -129,6 +129,10 @@ class ASP(StoredMask):
         return Row(A=self.nm("M∘W"), J=Operand("M∘dW"))
 
     @property
+    def fixed_from(self) -> int:
+        return self._at
+
+    @property
     def keeps_zeros(self) -> bool:
         return self._at == 0
 

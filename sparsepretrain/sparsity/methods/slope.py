@@ -68,6 +68,10 @@ class SLoPe(StoredMask):
         return self.options.mask == "magnitude"
 
     @property
+    def fixed_from(self) -> int:
+        return self.schedule.start
+
+    @property
     def keeps_zeros(self) -> bool:
         return self.options.mask == "magnitude" and self.schedule.start == 0
 

@@ -266,3 +266,30 @@ def test_files_of_rows_that_a_glob_finds_are_one_warning(tmp_path, end):
     (tmp_path / f"c.{end}").write_bytes(b'{"text": "sheep"}\n')
     with pytest.warns(SparsePretrainWarning, match=rf"1 files hold rows, such as .*c\.{end}"):
         source(tmp_path / "*").find()
+
+
+@pytest.mark.parametrize("kind", ["gz", "bz2", "xz", "zst", "txt", "mark"])
+def test_files_without_text_are_as_good_as_absent(tmp_path, kind):
+    empty = tmp_path / f"empty.txt.{kind}"
+    writers = {"gz": gzip, "bz2": bz2, "xz": lzma, "zst": zstandard}
+    content = b"\xef\xbb\xbf" if kind == "mark" else b""
+    empty.write_bytes(writers[kind].compress(b"") if kind in writers else content)
+    with pytest.raises(DataError, match="all files are empty"):
+        read(source(empty))
+    other = tmp_path / "a.txt"
+    other.write_text("hello sheep and goats\n" * 400)
+    made = source(empty, other)
+    assert [file.path for file in made.files] == [str(other)]
+    assert {shard.split for shard in made.shards()} == {"train", "validation"}
+
+
+@pytest.mark.parametrize("text", ["日本", "é", "日本語のテキスト" * 3, "a日", "🐑🐐"])
+@pytest.mark.parametrize("share", [0.1, 0.34, 0.5, 0.9])
+def test_a_text_of_one_line_is_cut_between_characters(tmp_path, text, share):
+    file = tmp_path / "a.txt"
+    file.write_text(text, encoding="utf-8")
+    made = source(file, validation=share)
+    pieces = [
+        b"".join(part for part, _ in made.documents(shard)).decode() for shard in made.shards()
+    ]
+    assert "".join(pieces) == text

@@ -107,3 +107,28 @@ def test_keep_zeros_refuses_moving_masks_and_dense_groups():
         handle.keep_zeros()
     with pytest.raises(ConfigError, match=r"more than 2 of 4 non-zeros: 0 \(2,048 of 2,048\), 2"):
         sparsify(network(), "slope").keep_zeros()
+    with pytest.raises(ConfigError, match=r"asp with at=0, .*, and no window\.start"):
+        sparsify(network(), "asp", window={"start": 0.3}).keep_zeros()
+
+
+@pytest.mark.parametrize("method", ["asp", "slope", "srste"])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_dense_weights_that_are_loaded_later_do_not_move_fixed_masks(method, steps):
+    model = network()
+    at = {"at": 0.0} if method == "asp" else {}
+    handle = sp.sparsify(model, method, targets=["*"], total_steps=10, **at)
+    optimizer = torch.optim.AdamW(model.parameters())
+    handle.attach(optimizer)
+    for _ in range(steps):
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+    dense = {k: torch.randn_like(v) for k, v in model.state_dict().items() if "sparsity" not in k}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.load_state_dict(dense, strict=False)
+        model.load_state_dict(model.state_dict())
+    told = [str(warning.message) for warning in caught]
+    assert bool(told) == (method != "srste" and steps > 0)
+    assert all("loaded without their masks" in text for text in told)
+    follows = torch.equal(handle.masks()["0"], kernels.nm_mask(dense["0.weight"], 2, 4, dim=1))
+    assert follows == (not told)

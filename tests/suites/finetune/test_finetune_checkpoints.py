@@ -241,6 +241,10 @@ FOREIGN = {
     "a block more": (another_block, "has further blocks: .*h.2"),
     "other shape": (replaced(FC, lambda w: w[:, :8].clone()), "lacks transformer.h.1.mlp.c_fc.wei"),
     "integers": (replaced(FC, lambda w: (w * 100).to(torch.int8)), "has the dtype I8, so its weig"),
+    "fp8": (
+        replaced(FC, lambda w: w.to(torch.float8_e4m3fn)),
+        "has the dtype F8_E4M3, so its weig",
+    ),
     "NaN": (replaced(FC, lambda w: w * float("nan")), "c_fc.weight is not finite"),
     "infinity": (
         replaced("wte", lambda w: w + float("inf")),
@@ -345,8 +349,79 @@ def test_an_adapter_is_named(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/adapter_config.json").write_text("{}")
     (tmp_path / "model/config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="is an adapter: merge it"):
+    with pytest.raises(CheckpointError, match=r"has an adapter .*: merge it"):
         fine_tuned(tmp_path)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_integers_in_a_pickled_file_are_refused(tmp_path, legacy):
+    rewritten(tmp_path / "model", lambda state: state)
+    file = tmp_path / "model/model.safetensors"
+    state = load_file(file)
+    file.unlink()
+    name = next(k for k in state if k.endswith(FC))
+    state[name] = (state[name] * 100).to(torch.int8)
+    pickled = tmp_path / "model/pytorch_model.bin"
+    torch.save(state, pickled, _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: .* has the dtype int8"):
+        fine_tuned(tmp_path)
+
+
+def test_an_adapter_beside_a_model_is_named(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = transformers.AutoModelForCausalLM.from_config(small_config("gpt2"))
+    model.save_pretrained(tmp_path / "model")
+    adapter = peft.LoraConfig(r=2, target_modules=["c_fc"], fan_in_fan_out=True)
+    peft.get_peft_model(model, adapter).save_pretrained(tmp_path / "model")
+    with pytest.raises(CheckpointError, match="move the files of the adapter away"):
+        fine_tuned(tmp_path)
+    for file in (tmp_path / "model").glob("adapter_*"):
+        file.unlink()
+    fine_tuned(tmp_path)
+
+
+CONFIGURATIONS = {
+    "activation": ({"activation_function": "myact"}, "KeyError: 'myact'"),
+    "text for a number": ({"n_embd": "32"}, "expected int, got str"),
+    "heads": ({"n_head": 5}, "divisible"),
+    "no layers": ({"n_layer": None}, "n_layer"),
+    "unknown": ({"model_type": "gpt9"}, "gpt9"),
+    "code": (
+        {"model_type": "gpt9", "auto_map": {"AutoConfig": "own.Config"}},
+        "Python code of its",
+    ),
+    "code of a model": ({"auto_map": {"AutoModelForCausalLM": "own.Model"}}, ""),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGURATIONS)
+def test_a_configuration_that_transformers_refuses_is_one_line(tmp_path, capsys, case):
+    changed, told = CONFIGURATIONS[case]
+    source = save(tmp_path / "model", **changed)
+    (tmp_path / "text.py").write_text("print('sheep')\n" * 300)
+    words = [*WORDS, f"data.roots=['{tmp_path}']", "data.tokenizer=bytes", "parallel.device=cpu"]
+    code = main(["finetune", str(source), *words, "--dry-run"])
+    err = " ".join(capsys.readouterr().err.split())
+    if not told:  # the class of transformers serves
+        assert code == 0
+        return
+    assert code == 4 and told in err and err.count("sparsepretrain:") == 1, err
+
+
+def test_zeros_of_banks_are_noted(tmp_path):
+    config = small_config("mixtral")
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "experts" in name:
+                parameter *= kernels.nm_mask(parameter.flatten(0, 1), 2, 4, dim=1).view(
+                    parameter.shape
+                )
+    model.save_pretrained(tmp_path / "model")
+    _, out, _ = fine_tuned(tmp_path, "sparsity=ste", "sparsity.targets=['*_attn.*']")
+    assert re.search(
+        r"note: \d+ weights of the checkpoint that no linear layer holds \(.*experts", out
+    )
 
 
 def test_what_is_left_out_is_named(tmp_path):
