@@ -28,7 +28,7 @@ ADAPTER = (
     "has an adapter (adapter_config.json): merge it (merge_and_unload of peft) and save the model "
     "in another directory, or move the files of the adapter away to train without it"
 )
-"""What to do with a checkpoint of peft, alone or beside a model: transformers would add it."""
+"""Remedy for a checkpoint of peft, alone or beside a model, to which transformers would add it."""
 
 CLASSES = {
     "causal_lm": "AutoModelForCausalLM",
@@ -230,7 +230,7 @@ def _refuse_quantized(path: str) -> None:
     from transformers.utils import CONFIG_NAME, cached_file
 
     with quiet(path):
-        folder = Path(cached_file(path, CONFIG_NAME)).parent  # of a name on the hub: in its cache
+        folder = Path(str(cached_file(path, CONFIG_NAME))).parent  # of a name on the hub: in its cache
     stored = sorted(folder.glob("*.safetensors"))
     for file in stored or sorted(folder.glob("pytorch_model*.bin")):
         for name, kind in _codes(file):

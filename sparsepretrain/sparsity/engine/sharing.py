@@ -56,9 +56,9 @@ def require_unshared(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
 
 def _span(parameter: Tensor) -> tuple[int, int, int] | None:
     """Return storage, and first and end byte of a tensor; None if it has no storage of its own."""
-    local = parameter.data
+    local: Any = parameter.data
     if is_dtensor(local):
-        local = local._local_tensor  # type: ignore[attr-defined]
+        local = local._local_tensor
     if (
         local.layout != torch.strided
         or local.numel() == 0
