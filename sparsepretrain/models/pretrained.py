@@ -230,7 +230,7 @@ def _refuse_quantized(path: str) -> None:
     from transformers.utils import CONFIG_NAME, cached_file
 
     with quiet(path):
-        folder = Path(str(cached_file(path, CONFIG_NAME))).parent  # of a name on the hub: in its cache
+        folder = Path(str(cached_file(path, CONFIG_NAME))).parent  # a name on the hub: its cache
     stored = sorted(folder.glob("*.safetensors"))
     for file in stored or sorted(folder.glob("pytorch_model*.bin")):
         for name, kind in _codes(file):
