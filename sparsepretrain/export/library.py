@@ -12,6 +12,9 @@ from sparsepretrain.errors import ConfigError
 from sparsepretrain.export.semi_structured import ABOUT
 from sparsepretrain.sparsity import sparsifier_of
 
+COMPILED = "_orig_mod."
+"""Part of the names in a model, or of blocks, that torch.compile wrapped."""
+
 
 def save_pretrained(model: nn.Module, directory: str | Path, **options: Any) -> None:
     """Write a sparse model with the weights of evaluation: exact zeros, scales folded in.
@@ -27,8 +30,15 @@ def save_pretrained(model: nn.Module, directory: str | Path, **options: Any) -> 
         options: of ``model.save_pretrained``.
 
     Raises:
-        ConfigError: the model is not sparse, or has no ``save_pretrained``.
+        ConfigError: the model is not sparse, has no ``save_pretrained``, or has adapters of peft,
+            which saves nothing else.
     """
+    if hasattr(model, "peft_config"):
+        raise ConfigError(
+            f"{type(model).__name__} would save its adapters without the sparse weights: call "
+            "merge_and_unload first, or save the state dict of "
+            "sparsifier_of(model).dense_state_dict()"
+        )
     save: Any = getattr(model, "save_pretrained", None)
     if save is None:
         raise ConfigError(
@@ -38,14 +48,17 @@ def save_pretrained(model: nn.Module, directory: str | Path, **options: Any) -> 
     sparsifier = sparsifier_of(model)
     proof = sparsifier.prove()
     # under the names of this model: a part, or a container, of what was given to sparsify
-    state = dict(sparsifier.dense_tensors_of(model))
+    state = {
+        name.replace(COMPILED, ""): tensor
+        for name, tensor in dict(sparsifier.dense_tensors_of(model)).items()
+    }
     save(directory, state_dict=state, **options)
     options_of = sparsifier.method.options
     about = {
         "method": options_of.name,
         "pattern": f"{options_of.n}:{options_of.m}" if proof.sparse else None,
         "weights": str(proof),
-        "layers": list(sparsifier.layers),
+        "layers": [name.replace(COMPILED, "") for name in sparsifier.layers],
         "step": sparsifier.completed_steps,
     }
     if options.get("is_main_process", True):

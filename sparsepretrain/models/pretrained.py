@@ -94,14 +94,11 @@ class Pretrained(Headable):
         """
         kind = head or "causal_lm"
         path = str(options.path)
-        with quiet(path), _one_line(f"{path} cannot be loaded"):
-            model, info = _class(kind).from_pretrained(
-                path,
-                config=_config(path, kind, outputs),
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                trust_remote_code=False,
-            )
+        model, info = _loaded(path, kind, outputs)
+        prefix = _other_prefix(model.base_model_prefix, info)
+        if prefix is not None:
+            renamed = {rf"^{re.escape(prefix)}\.": f"{model.base_model_prefix}."}
+            model, info = _loaded(path, kind, outputs, key_mapping=renamed)
         if getattr(model, "_hf_peft_config_loaded", False):
             raise CheckpointError(f"model.path={path} {ADAPTER}")
         _refuse_quantized(path)
@@ -149,6 +146,33 @@ class Pretrained(Headable):
         if hasattr(output, "start_logits"):
             return torch.stack([output.start_logits, output.end_logits], dim=-1)
         return output.logits
+
+
+def _loaded(path: str, kind: str, outputs: int, **more: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the model with the weights of a checkpoint, and what transformers says of names."""
+    with quiet(path), _one_line(f"{path} cannot be loaded"):
+        model, info = _class(kind).from_pretrained(
+            path,
+            config=_config(path, kind, outputs),
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            trust_remote_code=False,
+            **more,
+        )
+    return model, info
+
+
+def _other_prefix(body: str, info: dict[str, Any]) -> str | None:
+    """Return the prefix of the checkpoint if it calls the body otherwise than the class does.
+
+    transformers' LlamaForQuestionAnswering has ``transformer``, other classes of Llama ``model``.
+    """
+    missing = {name for name in info["missing_keys"] if name.startswith(f"{body}.")}
+    firsts = {name.partition(".")[0] for name in info["unexpected_keys"]} - {body}
+    for first in sorted(firsts) if missing else ():
+        if missing <= {f"{body}{n.removeprefix(first)}" for n in info["unexpected_keys"]}:
+            return first
+    return None
 
 
 @torch.no_grad()

@@ -146,3 +146,39 @@ def test_modules_named_like_ours_and_second_handles_are_kept_apart():
         dense = handle.dense_state_dict()
         assert dense.keys() == expected
         assert all((dense[f"{name}.weight"] == 0).double().mean() == 0.5 for name in "ab")
+
+
+@pytest.mark.parametrize("what", ["model", "blocks"])
+def test_names_of_compiled_modules_are_those_of_the_model(tmp_path, what):
+    model = gpt2()
+    sparsify(model, "ste")
+    tokens = torch.arange(32)[None]
+    with torch.no_grad():
+        expected = model(input_ids=tokens).logits
+    if what == "blocks":
+        for i, block in enumerate(model.transformer.h):
+            model.transformer.h[i] = torch.compile(block, backend="eager")
+    compiled = torch.compile(model, backend="eager") if what == "model" else model
+    sp.save_pretrained(compiled, tmp_path)
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=tokens).logits, expected)
+    about = json.loads((tmp_path / "sparsity.json").read_text())
+    assert all(loaded.get_submodule(name) is not None for name in about["layers"])
+
+
+def test_adapters_of_peft_are_merged_first(tmp_path):
+    peft = pytest.importorskip("peft")
+    adapter = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    model = peft.get_peft_model(gpt2(), adapter)
+    sparsify(model, "ste")
+    with pytest.raises(ConfigError, match=r"PeftModel.* adapters .* merge_and_unload first"):
+        sp.save_pretrained(model, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    sp.save_pretrained(model.merge_and_unload(), tmp_path / "model")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    fc = loaded.transformer.h[0].mlp.c_fc.weight
+    assert float((fc == 0).float().mean()) == 0.5

@@ -572,6 +572,17 @@ def test_views_of_one_buffer_share_nothing():
     model[0].weight.data, model[2].weight.data = flat[:512].view(32, 16), flat[512:].view(16, 32)
     handle = sparsify(model, "ste", targets=["*"])
     assert len(handle.layers) == 2
+    fused = torch.randn(48, 16)
+    parts = {"columns": fused.t().chunk(3, dim=1), "rows": [fused[i::3] for i in range(3)]}
+    for views in parts.values():
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in views))
+        for layer, view in zip(model, views, strict=True):
+            layer.weight = nn.Parameter(view)
+        assert len(sparsify(model, "ste", targets=["*"]).layers) == 3
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model[0].weight, model[1].weight = nn.Parameter(fused[:16]), nn.Parameter(fused[15:31])
+    with pytest.raises(ConfigError, match="shares its weight"):
+        sparsify(model, "ste", targets=["*"])
     with torch.device("meta"):
         sparsify(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)), "ste", targets=["*"])
 

@@ -32,7 +32,10 @@ class Options(SourceOptions):
 
 @register("source", "image_folder")
 class ImageFolder(IndexSource):
-    """Directory names in sorted order are the classes, as in torchvision."""
+    """Directory names in sorted order are the classes, as in torchvision.
+
+    Images of a class may lie in folders below its directory.
+    """
 
     Options: ClassVar[type[SourceOptions]] = Options
     offline = True
@@ -54,13 +57,21 @@ class ImageFolder(IndexSource):
         return classes
 
     def state(self) -> list[Any]:
-        """Return the class directories and their modification times.
+        """Return the class directories, those below them, and their modification times.
 
         Listing all files of ImageNet takes too long for every start, so a file rewritten under its
         old name is not noticed.
         """
-        directories = [(split, path) for split, paths in self._classes().items() for path in paths]
-        return [[split, path.name, path.stat().st_mtime_ns] for split, path in directories]
+        directories = [
+            (split, path, folder)
+            for split, paths in self._classes().items()
+            for path in paths
+            for folder in _folders(path)
+        ]
+        return [
+            [split, folder.relative_to(path.parent).as_posix(), folder.stat().st_mtime_ns]
+            for split, path, folder in directories
+        ]
 
     def shards(self) -> list[Shard]:
         classes = self._classes()
@@ -73,7 +84,12 @@ class ImageFolder(IndexSource):
                         f"{path}: no class of that name in {path.parents[1] / self.options.train} "
                         f"({len(labels)} classes), so its label would be out of range"
                     )
-                files = sorted(p.name for p in path.iterdir() if p.suffix.lower() in SUFFIXES)
+                files = [
+                    file.relative_to(path).as_posix()
+                    for folder in _folders(path)
+                    for file in sorted(folder.iterdir())
+                    if file.suffix.lower() in SUFFIXES and not file.is_dir()
+                ]
                 if not files:
                     raise DataError(f"{path}: the class has no image ({', '.join(SUFFIXES[:3])} …)")
                 folder = os.path.relpath(path, Path(self.options.root).expanduser())
@@ -94,3 +110,19 @@ class ImageFolder(IndexSource):
         with Image.open(path) as image:
             image.load()
             return image
+
+
+def _folders(path: Path) -> Iterator[Path]:
+    """Yield a directory and the visible ones below it, in order; each once."""
+    seen = set()
+    waiting = [path]
+    while waiting:
+        folder = waiting.pop()
+        about = folder.stat()
+        if (about.st_dev, about.st_ino) in seen:  # a symbolic link to a folder above
+            continue
+        seen.add((about.st_dev, about.st_ino))
+        yield folder
+        if about.st_nlink != 2:  # 2: no directories below, so that 1.3 million files are not listed
+            below = (p for p in folder.glob("[!.]*") if p.is_dir())
+            waiting += sorted(below, reverse=True)

@@ -30,7 +30,7 @@ HARMLESS = {
     *("linear", "conv2d", "addmm", "mm", "matmul", "__matmul__"),
     *("to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous"),
     *("t", "T", "mT", "transpose", "view", "reshape", "flatten", "unflatten"),
-    *("dtype", "shape", "size", "dim", "ndim"),
+    *("dtype", "shape", "size", "dim", "ndim", "numel"),
 }
 """Functions and properties of tensors that do not depend on values or devices."""
 
@@ -62,7 +62,10 @@ def forward_objection(layer: nn.Module) -> str:
     _, *parameters = inspect.signature(type(layer).forward).parameters
     if len(parameters) > 1:
         return f"a forward with further arguments ({', '.join(parameters[1:])})"
-    if names := _changeable_globals(type(layer), base):
+    names = _changeable_globals(type(layer), base)
+    if "autocast" in names:  # of other devices than that of the comparison, perhaps
+        return "a forward that switches autocast"
+    if names:
         return f"a forward that reads {', '.join(names)}, which may change"
     equal, reads, writes, calls = _compared(layer)
     if writes:
@@ -104,7 +107,9 @@ def _changeable_globals(cls: type[nn.Module], base: type[nn.Module]) -> list[str
         closed = inspect.getclosurevars(function)
         for text, value in _read_globals(function, {**closed.globals, **closed.nonlocals}):
             harmless = callable(value) or isinstance(value, ModuleType) or _is_constant(value)
-            if text in ("type", "__class__") or isinstance(value, bool) or not harmless:
+            if isinstance(value, type) and issubclass(value, torch.autocast):
+                found.append("autocast")
+            elif text in ("type", "__class__") or isinstance(value, bool) or not harmless:
                 found.append(text)
     return list(dict.fromkeys(found))
 

@@ -36,7 +36,8 @@ def shared_weights(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[st
     for places in spans.values():
         for first, end, parameter in places if len(places) > 1 else ():
             if parameter in weights:
-                overlapping[parameter] = [p for a, b, p in places if a < end and first < b]
+                near = [p for a, b, p in places if a < end and first < b]
+                overlapping[parameter] = [p for p in near if _overlap(p, parameter)]
     found = {}
     for name, layer in layers.items():
         users = [u for p in overlapping.get(layer.weight, [layer.weight]) for u in owners[p]]
@@ -54,11 +55,29 @@ def require_unshared(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
         )
 
 
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors of one storage have an element in common."""
+    if one is other:
+        return True
+    one, other = _local(one), _local(other)
+    if one.element_size() != other.element_size():
+        return True
+    # columns of one matrix are apart, though their spans are not
+    size = one.untyped_storage().nbytes() // one.element_size()
+    taken = torch.zeros(size, dtype=torch.bool, device="cpu")
+    taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+
+
+def _local(parameter: Tensor) -> Any:
+    """Return a tensor, or the part of a DTensor on this rank."""
+    local: Any = parameter.data
+    return local._local_tensor if is_dtensor(local) else local
+
+
 def _span(parameter: Tensor) -> tuple[int, int, int] | None:
     """Return storage, and first and end byte of a tensor; None if it has no storage of its own."""
-    local: Any = parameter.data
-    if is_dtensor(local):
-        local = local._local_tensor
+    local = _local(parameter)
     if (
         local.layout != torch.strided
         or local.numel() == 0

@@ -315,3 +315,24 @@ def test_the_file_of_an_image_that_has_no_range_is_named(options, tmp_path):
     prepare(folder, workers=1)
     with pytest.raises(DataError, match=r"a\.tif.*cannot be read: its pixels are 32-bit"):
         opened(folder, 1)["train"].image(0)
+
+
+def test_images_in_folders_below_a_class_belong_to_it(options, folder):
+    """Tiny ImageNet has ``CLASS/images``; some have a part of a class below it."""
+    for split in ("train", "val"):
+        below = folder / split / "cat/images/part"
+        below.mkdir(parents=True)
+        for file in sorted((folder / split / "cat").glob("*.png"))[1:]:
+            file.rename(below / file.name)
+        (folder / split / "cat/loop").symlink_to(folder / split / "cat")
+        (folder / split / "cat/.hidden").mkdir()
+        Image.new("RGB", (4, 4)).save(folder / split / "cat/.hidden/no.png")
+    data = prepare(options("image_folder", root=str(folder)))
+    entries = [json.loads(x) for x in bytes(data.tokens["train"]).split(b"\0")[:-1]]
+    paths = [entry["path"] for entry in entries if entry["label"] == 0]
+    part = "train/cat/images/part"
+    assert paths == ["train/cat/0.png", f"{part}/1.png", f"{part}/2.png"]
+    images = opened(options("image_folder", root=str(folder)), 2)["train"]
+    assert [images.image(i).getpixel((0, 0)) for i in range(3)] == [(0, i, 7) for i in range(3)]
+    Image.new("RGB", (4, 4)).save(folder / part / "new.png")
+    assert prepare(options("image_folder", root=str(folder))).fingerprint != data.fingerprint

@@ -223,7 +223,7 @@ class WithoutAutocast(nn.Linear):
 
 @pytest.mark.parametrize("cls", [CastsInput, WithoutAutocast])
 def test_forwards_in_other_dtypes_are_refused(cls):
-    with pytest.raises(ConfigError, match="a forward that is not"):
+    with pytest.raises(ConfigError, match=r"a forward that (is not|switches autocast)"):
         sp.sparsify(network(cls), "ste", targets=["*"])
 
 
@@ -355,7 +355,34 @@ class ByClass(nn.Linear):
         return F.linear(x, self.weight.sign() if ByClass.signs else self.weight, self.bias)
 
 
+class WithoutAutocastOnGPUs(nn.Linear):
+    def forward(self, x):
+        with torch.autocast("cuda", enabled=False):
+            return F.linear(x, self.weight.to(x.dtype), self.bias)
+
+
+class WithoutOldAutocast(nn.Linear):
+    """OpenFold's, and its deprecated spelling."""
+
+    def forward(self, x):
+        if x.dtype is torch.bfloat16:
+            with torch.cuda.amp.autocast(enabled=False):
+                return F.linear(x, self.weight.to(x.dtype), self.bias)
+        return F.linear(x, self.weight, self.bias)
+
+
+class AddsBias(nn.Linear):
+    """Falcon's: another dtype under autocast, where a sum is not in half precision."""
+
+    def forward(self, x):
+        y = x @ self.weight.T
+        return y if self.bias is None else y + self.bias
+
+
 HIDDEN = {
+    WithoutAutocastOnGPUs: "switches autocast",
+    WithoutOldAutocast: "switches autocast",
+    AddsBias: "it calls add",
     OwnBackward: "is not",
     Hooked: "it calls register_hook",
     LimitedInHalf: "is not",
@@ -386,6 +413,35 @@ class OldStyle(nn.Linear):
     def forward(self, x):
         assert x.shape[-1] == ROWS and x.dtype != torch.int64 and DTYPE is not None
         return super(OldStyle, self).forward(x)  # noqa: UP008
+
+
+class ChecksForEmptyBatches(nn.Conv2d):
+    """detectron2's, without normalization and activation."""
+
+    def __init__(self, *args, norm=None, activation=None):
+        super().__init__(*args)
+        self.norm, self.activation = norm, activation
+
+    def forward(self, x):
+        if not torch.jit.is_scripting() and x.numel() == 0 and self.training:
+            assert not isinstance(self.norm, nn.SyncBatchNorm)
+        x = F.conv2d(
+            x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups
+        )
+        if self.norm is not None:
+            x = self.norm(x)
+        return x if self.activation is None else self.activation(x)
+
+
+def test_a_check_for_empty_batches_is_no_objection():
+    sp.sparsify(nn.Sequential(ChecksForEmptyBatches(8, 8, 3)), "ste", targets=["*"])
+    with_norm = ChecksForEmptyBatches(8, 8, 3, norm=nn.BatchNorm2d(8))
+    with pytest.raises(ConfigError, match="further tensors"):
+        sp.sparsify(nn.Sequential(with_norm), "ste", targets=["*"])
+
+
+def test_a_product_without_bias_may_be_written_as_a_matmul():
+    sp.sparsify(nn.Sequential(AddsBias(16, 16, bias=False)), "ste", targets=["*"])
 
 
 def test_constants_of_a_module_are_no_objection():

@@ -435,3 +435,19 @@ def test_bart_without_an_embedding_of_its_decoder_is_refused(tmp_path):
     transformers.BartForConditionalGeneration(config).save_pretrained(tmp_path / "model")
     with pytest.raises(CheckpointError, match=r"lacks model\.decoder\.embed_tokens\.weight"):
         fine_tuned(tmp_path, "sparsity.targets=[*.fc1]", "data.tokenizer=bytes")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
+def test_a_body_of_another_name_is_found(tmp_path, family):
+    """transformers calls it ``transformer`` in LlamaForQuestionAnswering, ``model`` elsewhere."""
+    from sparsepretrain.models.pretrained import Pretrained, PretrainedOptions
+
+    source = transformers.AutoModelForCausalLM.from_config(small_config(family))
+    source.save_pretrained(tmp_path)
+    options = PretrainedOptions(name="x", family="pretrained", path=str(tmp_path))
+    state, new, unused = Pretrained.initial_state(options, "spans", 2)
+    assert new == ["qa_outputs.bias", "qa_outputs.weight"]
+    assert set(unused) <= {"lm_head.weight"}
+    name = next(name for name in state if name.endswith("layers.0.mlp.up_proj.weight"))
+    expected = source.model.layers[0].mlp.up_proj.weight
+    assert torch.equal(state[name], expected)
