@@ -13,7 +13,6 @@ import dis
 import inspect
 import warnings
 from collections.abc import Hashable, Iterator
-from contextlib import nullcontext
 from enum import Enum
 from types import FunctionType, ModuleType
 from typing import Any
@@ -90,8 +89,9 @@ def _is_constant(value: Any) -> bool:
 def _changeable_globals(cls: type[nn.Module], base: type[nn.Module]) -> list[str]:
     """Return what the methods of ``cls`` behind its forward read besides arguments and ``self``.
 
-    Functions, classes, modules and constants are no objection. A truth value is: it switches
-    something on. So is the class as an object, whose attributes anybody may set.
+    Functions, classes, modules and constants are no objection. A truth value is one, because a
+    switch that is off shows in no comparison. So is the class as an object, whose attributes
+    anybody may set.
     """
     found: list[str] = []
     waiting, seen = ["forward", "_conv_forward"], set[str]()
@@ -115,7 +115,10 @@ def _changeable_globals(cls: type[nn.Module], base: type[nn.Module]) -> list[str
 
 
 def _read_globals(function: FunctionType, values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield names that a function reads, with attributes of modules and classes, and values."""
+    """Yield names that a function reads, with attributes of modules and classes, and values.
+
+    From its bytecode: classes that were typed into a console have no source.
+    """
     value: Any = None
     text = ""
     for step in dis.get_instructions(function):
@@ -180,8 +183,8 @@ def _compare(layer: nn.Module) -> Compared:
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        trials = [*_trials(layer, base, calls)]
-        own = _recording(type(layer), base, reads, writes)
+        trials = [*_trials(layer, base)]
+        own = _recording(type(layer), base, reads, writes, calls)
         full, half = torch.float32, torch.bfloat16
         equal = all(trial.equal(own, full, full) for trial in trials)
         with torch.autocast("cpu", half):
@@ -211,9 +214,13 @@ class _Calls(TorchFunctionMode):
 
 
 def _recording(
-    cls: type[nn.Module], base: type[nn.Module], reads: set[str], writes: set[str]
+    cls: type[nn.Module],
+    base: type[nn.Module],
+    reads: set[str],
+    writes: set[str],
+    calls: _Calls,
 ) -> type[nn.Module]:
-    """Return a subclass whose objects note the attributes that are read and set."""
+    """Return a subclass whose objects note what their forward reads, sets and calls."""
     known = {*vars(nn.Module()), *_attributes_of_base(base), *dir(base)}
 
     class Recording(cls):  # type: ignore[valid-type, misc]
@@ -228,6 +235,10 @@ def _recording(
         def __setattr__(self, name: str, value: Any) -> None:
             writes.add(name)
             super().__setattr__(name, value)
+
+        def forward(self, x: Tensor) -> Any:
+            with calls:
+                return super().forward(x)
 
     return Recording
 
@@ -244,18 +255,12 @@ class _Trial:
     """Random weights and an input for both forwards."""
 
     def __init__(
-        self,
-        layer: nn.Module,
-        attributes: dict[str, Any],
-        weights: dict[str, Tensor],
-        x: Tensor,
-        calls: _Calls,
+        self, layer: nn.Module, attributes: dict[str, Any], weights: dict[str, Tensor], x: Tensor
     ) -> None:
         self.layer = layer
         self.attributes = attributes
         self.weights = weights
         self.x = x
-        self.calls = calls
 
     def equal(self, cls: type[nn.Module], dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
         """Return True if ``cls`` and the base class compute the same, in all modes."""
@@ -304,7 +309,7 @@ class _Trial:
         state = {**self.attributes, "training": training, "_parameters": parameters}
         probe.__dict__ = {**self.layer.__dict__, **state}
         probe.__class__ = cls  # the base class must not call overridden parts of the forward
-        with torch.set_grad_enabled(gradients), self.calls if cls is not base else nullcontext():
+        with torch.set_grad_enabled(gradients):
             y = cls.forward(probe, x)
         if not gradients:
             return [y]
@@ -326,7 +331,7 @@ def _same(own: Tensor, expected: Tensor) -> bool:
     return bool(((own == expected) | (own.isnan() & expected.isnan())).all())
 
 
-def _trials(layer: Any, base: type[nn.Module], calls: _Calls) -> Iterator[_Trial]:
+def _trials(layer: Any, base: type[nn.Module]) -> Iterator[_Trial]:
     """Yield trials with few weights: all outputs of the layer, all its inputs, any image size."""
     if base is nn.Conv2d:
         groups = layer.groups
@@ -335,7 +340,7 @@ def _trials(layer: Any, base: type[nn.Module], calls: _Calls) -> Iterator[_Trial
         reach = [2 + d * k for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
         images = [_random((2, 4 * groups, *(size + more for size in reach))) for more in range(4)]
         for x in (*images, *_extreme(images[0]), images[0][0]):
-            yield _Trial(layer, attributes, weights, x, calls)
+            yield _Trial(layer, attributes, weights, x)
         return
     is_linear = base is nn.Linear
     inputs, outputs = layer.weight.shape[::-1] if is_linear else layer.weight.shape
@@ -352,9 +357,8 @@ def _trials(layer: Any, base: type[nn.Module], calls: _Calls) -> Iterator[_Trial
             _random((2, 2, 3, width)),
             *_extreme(rows),
         ):
-            yield _Trial(layer, attributes, weights, x, calls)
-        large = {k: v * LARGE for k, v in weights.items()}
-        yield _Trial(layer, attributes, large, rows, calls)
+            yield _Trial(layer, attributes, weights, x)
+        yield _Trial(layer, attributes, {k: v * LARGE for k, v in weights.items()}, rows)
 
 
 def _extreme(x: Tensor) -> tuple[Tensor, Tensor]:
