@@ -158,7 +158,7 @@ class Method:
     @property
     def keeps_zeros(self) -> bool:
         """True if zeros of the initial weights stay zeros: the first mask is the last one."""
-        return False
+        return self.fixed_from == 0 and self.reads_initial_weights
 
     @property
     def refresh(self) -> int:

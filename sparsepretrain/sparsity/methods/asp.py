@@ -133,10 +133,6 @@ class ASP(StoredMask):
         return self._at
 
     @property
-    def keeps_zeros(self) -> bool:
-        return self._at == 0
-
-    @property
     def update_needs_whole(self) -> bool:
         return self.schedule.step == self._at  # ties are drawn by position
 

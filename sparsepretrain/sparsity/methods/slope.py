@@ -72,10 +72,6 @@ class SLoPe(StoredMask):
         return self.schedule.start
 
     @property
-    def keeps_zeros(self) -> bool:
-        return self.options.mask == "magnitude" and self.schedule.start == 0
-
-    @property
     def update_needs_whole(self) -> bool:
         return self.schedule.step == self.schedule.start  # random masks and ties, by position
 

@@ -128,7 +128,8 @@ def test_dense_weights_that_are_loaded_later_do_not_move_fixed_masks(method, ste
         model.load_state_dict(dense, strict=False)
         model.load_state_dict(model.state_dict())
     told = [str(warning.message) for warning in caught]
-    assert bool(told) == (method != "srste" and steps > 0)
+    # of the first load, once per layer; a whole state dict brings its masks
+    assert len(told) == (2 if method != "srste" and steps > 0 else 0)
     assert all("loaded without their masks" in text for text in told)
     follows = torch.equal(handle.masks()["0"], kernels.nm_mask(dense["0.weight"], 2, 4, dim=1))
     assert follows == (not told)
