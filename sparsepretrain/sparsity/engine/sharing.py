@@ -62,11 +62,19 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     one, other = _local(one), _local(other)
     if one.element_size() != other.element_size():
         return True
-    # columns of one matrix are apart, though their spans are not
-    size = one.untyped_storage().nbytes() // one.element_size()
+    # columns of one matrix are apart, though their spans are not; the storage may be a whole file
+    first = min(one.storage_offset(), other.storage_offset())
+    size = max(_last(one), _last(other)) + 1 - first
     taken = torch.zeros(size, dtype=torch.bool, device="cpu")
-    taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
-    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+    taken.as_strided(one.shape, one.stride(), one.storage_offset() - first).fill_(True)
+    place = other.storage_offset() - first
+    return bool(taken.as_strided(other.shape, other.stride(), place).any())
+
+
+def _last(local: Any) -> int:
+    """Return the place of the last element in the storage."""
+    steps = sum((n - 1) * s for n, s in zip(local.shape, local.stride(), strict=True))
+    return int(local.storage_offset() + steps)
 
 
 def _local(parameter: Tensor) -> Any:
@@ -85,8 +93,7 @@ def _span(parameter: Tensor) -> tuple[int, int, int] | None:
         or is_traceable_wrapper_subclass(local)
     ):
         return None
-    first = local.storage_offset()
-    last = first + sum((n - 1) * s for n, s in zip(local.shape, local.stride(), strict=True))
     size = local.element_size()
     # the address of the storage object: tensors on the meta device have no memory
-    return local.untyped_storage()._cdata, first * size, (last + 1) * size
+    storage = local.untyped_storage()._cdata
+    return storage, local.storage_offset() * size, (_last(local) + 1) * size

@@ -62,7 +62,7 @@ class Steps:
         if any(parent._modules.get(key) is not layer for parent, key, layer in self._places):
             require_present(self.state.root, self.layers)  # or it is wrapped
         require_own_weights(self.layers)
-        if not self._checked_first:
+        if not self._checked_first:  # transformers ties weights when the embedding is resized
             require_unshared(self.state.root, self.layers)
         require_held(self.layers, optimizer)
         self.take_baseline()
