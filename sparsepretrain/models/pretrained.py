@@ -15,7 +15,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sparsepretrain.errors import CheckpointError, ConfigError, reason
+from sparsepretrain.errors import CheckpointError, ConfigError, SparsePretrainError, reason
+from sparsepretrain.files import read_json
 from sparsepretrain.models import Head, Headable
 from sparsepretrain.models._families import roles_of
 from sparsepretrain.models._recipe import last_token
@@ -95,9 +96,11 @@ class Pretrained(Headable):
         kind = head or "causal_lm"
         path = str(options.path)
         model, info = _loaded(path, kind, outputs)
-        prefix = _other_prefix(model.base_model_prefix, info)
+        body = model.base_model_prefix
+        prefix = _other_prefix(body, info)
         if prefix is not None:
-            renamed = {rf"^{re.escape(prefix)}\.": f"{model.base_model_prefix}."}
+            del model  # two would be in memory at once
+            renamed = {rf"^{re.escape(prefix)}\.": f"{body}."}
             model, info = _loaded(path, kind, outputs, key_mapping=renamed)
         if getattr(model, "_hf_peft_config_loaded", False):
             raise CheckpointError(f"model.path={path} {ADAPTER}")
@@ -251,18 +254,31 @@ def _refuse_quantized(path: str) -> None:
 
     transformers loads them as if they were the weights; scales beside them are left out.
     """
-    from transformers.utils import CONFIG_NAME, cached_file
-
     with quiet(path):
-        folder = Path(str(cached_file(path, CONFIG_NAME))).parent  # a name on the hub: its cache
-    stored = sorted(folder.glob("*.safetensors"))
-    for file in stored or sorted(folder.glob("pytorch_model*.bin")):
+        files = _weight_files(path)
+    for file in files:
         for name, kind in _codes(file):
             if name.endswith("weight"):
                 raise CheckpointError(
                     f"{file}: {name} has the dtype {kind}, so its weights are quantized, although "
                     "config.json does not say so: dequantize the model and save it again"
                 )
+
+
+def _weight_files(path: str) -> list[Path]:
+    """Return the files that transformers reads the weights from."""
+    from transformers import utils
+
+    # of a name on the hub: in its cache
+    folder = Path(str(utils.cached_file(path, utils.CONFIG_NAME))).parent
+    safe = utils.SAFE_WEIGHTS_NAME, utils.SAFE_WEIGHTS_INDEX_NAME
+    for whole, index in (safe, (utils.WEIGHTS_NAME, utils.WEIGHTS_INDEX_NAME)):
+        if (folder / whole).is_file():
+            return [folder / whole]
+        if (folder / index).is_file():
+            names = read_json(folder / index)["weight_map"].values()
+            return [folder / name for name in sorted(set(names))]
+    return []
 
 
 def _codes(file: Path) -> Iterator[tuple[str, str]]:
@@ -328,7 +344,7 @@ def _one_line(what: str) -> Iterator[None]:
     """Turn an error of transformers, safetensors, pickle or the hub into a line."""
     try:
         yield
-    except (CheckpointError, ConfigError):
+    except SparsePretrainError:
         raise
     except Exception as error:
         if "trust_remote_code" in str(error):
