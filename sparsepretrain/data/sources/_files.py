@@ -34,7 +34,7 @@ SHARD_BYTES = 4 << 20
 LONGEST_LINE = 1 << 20
 """Large files are cut at a line end, unless a line is longer than this (bytes)."""
 BLANK_BYTES = 512
-"""Largest size at which a compressed file is looked into for text; the name may be inside."""
+"""Largest size of a compressed file without text (bytes): headers, and in gzip a file name."""
 CONVERT = "convert the file from its encoding, `iconv -f ENCODING -t UTF-8`"
 """Remedy for text that is not UTF-8."""
 
@@ -220,9 +220,7 @@ def require_text(text: bytes, path: str, at: int) -> None:
         path: of the file.
         at: offset in the file, decompressed.
     """
-    # continuation bytes of a character that the text before has begun
-    first = enumerate(text[:4])
-    inside = next((k for k, byte in first if byte & 0xC0 != 0x80), len(text[:3])) if at else 0
+    inside = _continued(text) if at else 0
     try:
         text[inside:].decode()
     except UnicodeDecodeError as error:
@@ -355,9 +353,13 @@ def _character_end(path: str, at: int, end: int) -> int:
     """Return the first offset from ``at`` on that is not within a character of UTF-8."""
     with opened(path) as file:
         file.seek(at)
-        following = file.read(3)
-    inside = next((k for k, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
-    return min(at + inside, end)
+        return min(at + _continued(file.read(3)), end)
+
+
+def _continued(text: bytes) -> int:
+    """Return how many bytes at the begin of a text belong to a character that began before it."""
+    most = text[:3]  # a character has four bytes at most
+    return next((k for k, byte in enumerate(most) if byte & 0xC0 != 0x80), len(most))
 
 
 def _pack(split: str, pieces: Iterator[Piece]) -> list[Shard]:

@@ -66,7 +66,7 @@ class ImageFolder(IndexSource):
             (split, path, folder)
             for split, paths in self._classes().items()
             for path in paths
-            for folder in _folders(path)
+            for folder in _folders(path, by_links=True)
         ]
         return [
             [split, folder.relative_to(path.parent).as_posix(), folder.stat().st_mtime_ns]
@@ -112,8 +112,14 @@ class ImageFolder(IndexSource):
             return image
 
 
-def _folders(path: Path) -> Iterator[Path]:
-    """Yield a directory and the visible ones below it, in order; each once."""
+def _folders(path: Path, *, by_links: bool = False) -> Iterator[Path]:
+    """Yield a directory and the visible ones below it, in order; each once.
+
+    Args:
+        path: of a class.
+        by_links: do not list a directory with two links, which has no directories below it, so that
+            the 1.3 million files of ImageNet are not listed. CIFS says two for every directory.
+    """
     seen = set()
     waiting = [path]
     while waiting:
@@ -123,6 +129,6 @@ def _folders(path: Path) -> Iterator[Path]:
             continue
         seen.add((about.st_dev, about.st_ino))
         yield folder
-        if about.st_nlink != 2:  # 2: no directories below, so that 1.3 million files are not listed
+        if not (by_links and about.st_nlink == 2):
             below = (p for p in folder.glob("[!.]*") if p.is_dir())
             waiting += sorted(below, reverse=True)
