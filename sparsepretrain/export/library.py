@@ -36,8 +36,7 @@ def save_pretrained(model: nn.Module, directory: str | Path, **options: Any) -> 
     if hasattr(model, "peft_config"):
         raise ConfigError(
             f"{type(model).__name__} would save its adapters without the sparse weights: call "
-            "merge_and_unload first, or save the state dict of "
-            "sparsifier_of(model).dense_state_dict()"
+            "merge_and_unload first, or save sparsifier_of(model).dense_state_dict()"
         )
     save: Any = getattr(model, "save_pretrained", None)
     if save is None:
@@ -49,8 +48,7 @@ def save_pretrained(model: nn.Module, directory: str | Path, **options: Any) -> 
     proof = sparsifier.prove()
     # under the names of this model: a part, or a container, of what was given to sparsify
     state = {
-        name.replace(COMPILED, ""): tensor
-        for name, tensor in dict(sparsifier.dense_tensors_of(model)).items()
+        name.replace(COMPILED, ""): tensor for name, tensor in sparsifier.dense_tensors_of(model)
     }
     save(directory, state_dict=state, **options)
     options_of = sparsifier.method.options

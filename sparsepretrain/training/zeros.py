@@ -37,7 +37,8 @@ def zeros_note(model: nn.Module, sparsifier: Sparsifier) -> str:
         family = layer_family(type(module))
         if family is None:
             banks = dense_weights(module)
-            others += [f"{name}.{key}".lstrip(".") for key in banks if _is_pruned(banks[key])]
+            pruned_banks = [key for key, bank in banks.items() if _is_pruned(bank)]
+            others += [f"{name}.{key}" if name else key for key in pruned_banks]
             continue
         weight: Any = module._parameters.get("weight")
         if weight is None or not _is_pruned(weight):
