@@ -14,7 +14,9 @@ cd "$(dirname "$0")/../.."
 
 TORCH=${TORCH:-2.11.0}
 VERSIONS=$(realpath -m "${VERSIONS:-.versions}")
-PYTHON=${PYTHON:-$(command -v python3.12 || ls "$HOME"/.pyenv/versions/3.12.*/bin/python 2> /dev/null | tail -n 1 || command -v python3)}
+for PYTHON in python3.12 "$HOME"/.pyenv/versions/3.12.*/bin/python python3; do
+    "$PYTHON" -c "" 2> /dev/null && break # pyenv's python3.12 is there even if it is not enabled
+done
 PACKAGES=(numpy transformers tokenizers safetensors numba scipy scikit-learn pyyaml rich matplotlib markdown-it-py
     timm pillow sacrebleu hypothesis pytest pytest-xdist pytest-timeout)
 calls=("$@")
@@ -27,7 +29,7 @@ if [ ! -e "$environment/.complete" ]; then
     "$environment/bin/python" -m pip install --quiet "torch==$TORCH" torchvision "${PACKAGES[@]}"
     touch "$environment/.complete"
 fi
-scripts/gpu/prepare.sh
+PYTHON=.venv/bin/python scripts/gpu/prepare.sh
 
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
