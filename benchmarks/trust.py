@@ -17,7 +17,7 @@ from torch import Tensor
 from harness import CUDA, Case, Options, Work, main, needs_gpu, reason
 from kernel_cases import normal
 from sparsepretrain.kernels import nm_prune
-from sparsepretrain.kernels.cusparselt.packed24 import unsupported
+from sparsepretrain.kernels.cusparselt.startup import unsupported
 
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 SIZES = [
@@ -30,9 +30,9 @@ SIZES = [
 def works(options: Options) -> dict[str, Work]:
     """Name the start-up test of each kind of type, then the layout of every size."""
     cuda = torch.cuda.is_available()
+    types = TYPES | {"fp8": torch.float8_e4m3fn}
     found: dict[str, Work] = {
-        f"start-up test, {'fp8' if fp8 else 'fp16 and bf16'}": partial(start_up, fp8)
-        for fp8 in (False, True)
+        f"start-up test, {name}": partial(start_up, name, dtype) for name, dtype in types.items()
     }
     for name in TYPES:
         for size in SIZES[: 2 if options.quick else None]:
@@ -41,11 +41,10 @@ def works(options: Options) -> dict[str, Work]:
     return found if cuda else {name: partial(needs_gpu, name) for name in found}
 
 
-def start_up(fp8: bool) -> list[Case]:
+def start_up(name: str, dtype: torch.dtype) -> list[Case]:
     """Ask the package if small sparse matmuls of every layout are right on this device."""
-    why = unsupported(CUDA, fp8=fp8)
-    name = f"start-up test, {'fp8' if fp8 else 'fp16 and bf16'}"
-    return [Case(name=name, status="ok" if why is None else f"skipped: {why}")]
+    why = unsupported(CUDA, dtype)
+    return [Case(name=f"start-up test, {name}", status="ok" if why is None else f"skipped: {why}")]
 
 
 def layout(

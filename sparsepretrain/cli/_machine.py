@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from sparsepretrain.kernels import no_fp8_matmuls
-from sparsepretrain.kernels.cusparselt.packed24 import slow_version, unsupported, version
+from sparsepretrain.kernels.cusparselt.packed24 import slow_version, version
+from sparsepretrain.kernels.cusparselt.startup import unsupported
 from sparsepretrain.training.hardware import environment, known_gpu, unusable_gpu
 
 
@@ -47,11 +48,15 @@ def here() -> str:
     device = present_device()
     missing = no_fp8_matmuls(device)
     fp8 = f"No matmul runs in fp8: {missing}." if missing else "Matmuls run in fp8 here."
-    why = unsupported(device, fp8=False)
-    if why is not None:
+    types = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    if not missing:
+        types["fp8 (e4m3×e4m3)"] = torch.float8_e4m3fn
+    faults = {name: unsupported(device, dtype) for name, dtype in types.items()}
+    sparse = [name for name, fault in faults.items() if fault is None]
+    if not sparse:
         emulated = "Training emulates them: the same results, no gain."
-        return f"No matmul runs sparse here: {why}. {emulated} {fp8}"
-    both = "" if missing or unsupported(device, fp8=True) else ", and in fp8 (e4m3×e4m3)"
+        return f"No matmul runs sparse here: {faults['bf16']}. {emulated} {fp8}"
+    others = "".join(f" Not in {name}: {fault}." for name, fault in faults.items() if fault)
     padding = "Widths are padded with zeros to multiples of 64 × 32, in fp8 of 64 × 128."
     library = f"with cuSPARSELt {version()}"
-    return f"Sparse matmuls run here, in fp16 and bf16{both}, {library}. {padding} {fp8}"
+    return f"Sparse matmuls run here in {' and '.join(sparse)}, {library}.{others} {padding} {fp8}"

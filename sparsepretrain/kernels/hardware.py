@@ -50,12 +50,16 @@ def no_cuda(device: torch.device) -> str:
 
 
 def broken(error: Exception, device: torch.device) -> bool:
-    """Return True if ``error`` is a CUDA error that every later call on ``device`` repeats."""
-    if not isinstance(error, torch.AcceleratorError):
+    """Return True if ``error`` left ``device`` unusable: every later call on it fails too.
+
+    Its type does not tell: where cuSPARSELt breaks a device, torch raises a RuntimeError with the
+    status of the library, as for a size that the library refuses.
+    """
+    if not isinstance(error, RuntimeError) or not torch.cuda.is_initialized():
         return False
     try:
         torch.cuda.synchronize(device)
-    except torch.AcceleratorError:
+    except RuntimeError:
         return True
     return False
 

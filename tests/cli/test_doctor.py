@@ -26,7 +26,6 @@ def test_a_slow_version_of_cusparselt_is_named(monkeypatch):
 def test_doctor_on_a_machine_without_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(_machine, "unsupported", _machine.unsupported.__wrapped__)
     assert cli.main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert f"torch           {torch.__version__}" in text and "GPU             none" in text
@@ -35,5 +34,16 @@ def test_doctor_on_a_machine_without_a_gpu(monkeypatch, capsys):
 
 def test_doctor_says_that_widths_are_padded_where_matmuls_run_sparse(monkeypatch):
     monkeypatch.setattr(_machine, "present_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(_machine, "unsupported", lambda device, *, fp8: None)
-    assert "padded with zeros to multiples of 64 × 32, in fp8 of 64 × 128." in _machine.here()
+    monkeypatch.setattr(_machine, "unsupported", lambda device, dtype: None)
+    text = _machine.here()
+    assert text.startswith("Sparse matmuls run here in bf16 and fp16, with cuSPARSELt")
+    assert "padded with zeros to multiples of 64 × 32, in fp8 of 64 × 128." in text
+
+
+def test_doctor_names_the_types_that_do_not_run_sparse(monkeypatch):
+    faults = {torch.float16: "an illegal instruction"}
+    monkeypatch.setattr(_machine, "present_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(_machine, "unsupported", lambda device, dtype: faults.get(dtype))
+    text = _machine.here()
+    assert text.startswith("Sparse matmuls run here in bf16, with")
+    assert "Not in fp16: an illegal instruction." in text

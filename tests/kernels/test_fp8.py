@@ -7,7 +7,7 @@ import torch
 
 from sparsepretrain import kernels
 from sparsepretrain.kernels import fp8
-from sparsepretrain.kernels.cusparselt import packed24 as library
+from sparsepretrain.kernels.cusparselt import startup
 
 FORMATS = ("e4m3", "e5m2")
 no_fp8_matmuls = fp8.no_fp8_matmuls.__wrapped__  # without its cache
@@ -96,8 +96,8 @@ def test_device_with_wrong_or_failing_fp8_matmuls_is_refused(device, fault, told
 
 def test_packed_fp8_products_are_tested_in_their_own_layouts(device, monkeypatch):
     tested = []
-    monkeypatch.setattr(library, "fastest", tested.append)
-    assert library.unsupported.__wrapped__(device, fp8=True) is None
+    monkeypatch.setattr(startup, "fastest", tested.append)
+    assert startup.fault(device, startup.FP8) is None
     assert {(p.dtype, p.out_dtype) for p in tested} == {(torch.float8_e4m3fn, torch.float32)}
     assert all(p.transpose_dense and not p.bias for p in tested)
     assert {p.transpose_result for p in tested} == {False, True}

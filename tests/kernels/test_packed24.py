@@ -172,7 +172,6 @@ class Library:
     def restart(self):
         """Forget what one process remembers."""
         library._decided.clear()
-        library.unsupported.cache_clear()
         self.products.clear()
         self.measured.clear()
         self.searches = 0
@@ -221,6 +220,8 @@ def cache(tmp_path, monkeypatch):
 def hopper(monkeypatch):
     """A GPU of compute capability 9.0 that captures no graph."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return torch.device("cuda", 0)
@@ -392,27 +393,6 @@ def test_shape_without_a_correct_algorithm_is_an_error(monkeypatch):
         library.fastest(problem())
 
 
-def test_device_is_supported_if_its_matmuls_are_correct(monkeypatch, hopper):
-    tested = []
-    monkeypatch.setattr(library, "fastest", tested.append)
-    assert library.unsupported.__wrapped__(hopper) is None
-    assert {p.dtype for p in tested} == {HALF, BRAIN} and len(tested) == 6
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "value", "words"),
-    [
-        (torch.cuda, "is_available", lambda: False, "no CUDA device"),
-        (torch.cuda, "get_device_capability", lambda device: (7, 5), "7.5 has no sparse tensor"),
-        (torch.backends.cusparselt, "is_available", lambda: False, "no cuSPARSELt"),
-    ],
-)
-def test_device_without_sparse_matmuls_is_refused(module, name, value, words, monkeypatch, hopper):
-    assert "on cpu" in library.unsupported.__wrapped__(torch.device("cpu"))
-    monkeypatch.setattr(module, name, value)
-    assert words in library.unsupported.__wrapped__(hopper)
-
-
 class Loaded:
     """A loaded library of version 0.9.2."""
 
@@ -482,6 +462,19 @@ def fail(*_, **__):
     raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
 
+def refuse(*_, **__):
+    raise RuntimeError("CUDA error: internal error when calling `cusparseLtMatmulSearch(...)`")
+
+
+def test_error_of_the_library_that_breaks_the_device_is_raised(monkeypatch, hopper):
+    """As fp16 does with rows in the result, in version 0.8.0 on an H200."""
+    Library(monkeypatch)
+    monkeypatch.setattr(torch._C._cusparselt, "mm_search", refuse)
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    with pytest.raises(RuntimeError, match="internal error when calling"):
+        library.fastest(problem())
+
+
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
@@ -494,18 +487,17 @@ def fail(*_, **__):
 )
 def test_error_that_breaks_the_device_is_raised(owner, name, monkeypatch, hopper):
     Library(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "synchronize", fail)  # as every call from now on
-    monkeypatch.setattr(owner, name, fail)
-    small = problem()
+
+    def breaks(*_, **__):
+        monkeypatch.setattr(torch.cuda, "synchronize", fail)  # as every call from now on
+        fail()
+
+    monkeypatch.setattr(owner, name, breaks)
     with pytest.raises(torch.AcceleratorError):
-        library.fastest(small)
-    # nor is it a device without sparse matmuls
-    monkeypatch.setattr(library, "Problem", lambda *_: small)
-    with pytest.raises(torch.AcceleratorError):
-        library.unsupported(hopper)
+        library.fastest(problem())
 
 
-def test_a_kept_choice_that_breaks_the_device_is_dropped(monkeypatch, cache):
+def test_a_kept_choice_that_breaks_the_device_is_dropped(monkeypatch, cache, hopper):
     fake = Library(monkeypatch)
     library.fastest(problem())
     fake.restart()

@@ -22,5 +22,5 @@ def mesh(group):
 @pytest.fixture
 def semi_structured_device(monkeypatch):
     """A device whose sparse matmuls are correct, with the reference in place of its library."""
-    monkeypatch.setattr(policy, "unsupported", lambda device, **_: None)
+    monkeypatch.setattr(policy, "unsupported", lambda device, *_: None)
     monkeypatch.setattr(coverage, "version", lambda: "0.8.1")

@@ -18,7 +18,7 @@ from support.tiny_runs import metrics
 @pytest.fixture
 def supported(monkeypatch):
     """As on a device whose products are right, with the reference in place of its library."""
-    monkeypatch.setattr(policy, "unsupported", lambda device, **_: None)
+    monkeypatch.setattr(policy, "unsupported", lambda device, *_: None)
     monkeypatch.setattr(coverage, "version", lambda: "0.8.1")
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sparsepretrain.errors import one_line
 from sparsepretrain.kernels.cusparselt.choices import Key, drop_choice, load_choice, save_choice
-from sparsepretrain.kernels.hardware import FP8_SLACK, broken, no_cuda, packed_columns
+from sparsepretrain.kernels.hardware import FP8_SLACK, broken, packed_columns
 from sparsepretrain.kernels.timing import medians, once
 
 REPEATS = 20
@@ -109,34 +109,6 @@ def slow_version(device: torch.device) -> str | None:
     number, _, _ = version().partition(" ")
     why = SLOW_VERSIONS.get(number)
     return None if why is None else f"cuSPARSELt {number} {why}"
-
-
-@functools.cache
-def unsupported(device: torch.device, *, fp8: bool = False) -> str | None:
-    """Return the reason for which ``device`` has no sparse matmuls (16 bits or fp8), or None.
-
-    That torch has the library says nothing about the device, so small products of every layout are
-    tested (:func:`fastest`), once per process.
-    """
-    if reason := no_cuda(device):
-        return reason
-    if torch.version.hip is not None or not torch.backends.cusparselt.is_available():
-        return "this build of torch has no cuSPARSELt"
-    if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
-        return "compute capability {}.{} has no sparse tensor cores (8.0)".format(*capability)
-    types = [(torch.float16, torch.float16), (torch.bfloat16, torch.bfloat16)]
-    layouts = [(True, True, True), (False, False, False), (False, True, False)]
-    if fp8:  # the dense operand is transposed, and scales and bias come after the product
-        types = [(torch.float8_e4m3fn, torch.float32)]
-        layouts = [(True, True, False), (True, False, False)]
-    for pair, layout in itertools.product(types, layouts):
-        try:
-            fastest(Problem(device, *pair, 256, 128, 512, *layout))
-        except RuntimeError as error:
-            if broken(error, device):
-                raise
-            return str(error)
-    return None
 
 
 def compress_24(x: Tensor) -> Tensor:

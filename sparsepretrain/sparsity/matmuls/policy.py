@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.errors import ConfigError, one_line
-from sparsepretrain.kernels.cusparselt.packed24 import searching, unsupported
+from sparsepretrain.kernels.cusparselt.packed24 import searching
+from sparsepretrain.kernels.cusparselt.startup import FP8, unsupported
 from sparsepretrain.kernels.hardware import broken
 from sparsepretrain.kernels.timing import medians
 from sparsepretrain.sparsity.matmuls.fp8 import FP8Precision, fp8_matmuls
@@ -83,7 +84,7 @@ class SparseMatmulPolicy:
     def reasons(self, row: Row, size: LayerSize, base: Matmuls) -> dict[str, str]:
         """Return N:M operand -> the reason for which it cannot be packed; "": it can."""
         device = self.device if size.device.type == "meta" else size.device
-        missing = "" if device is None else unsupported(device, fp8=uses_fp8(base)) or ""
+        missing = "" if device is None else unsupported(device, *packed_types(base)) or ""
         whys = {}
         for name, operand in row._asdict().items():
             if operand.pattern is None:
@@ -117,7 +118,7 @@ class SparseMatmulPolicy:
         base = DENSE
         if precision is not None:
             base = fp8_matmuls(precision.recipe, precision.name == "fp8_sim")
-        if why := unsupported(device, fp8=uses_fp8(base)) or cannot_pack(base.fprop, dtype):
+        if why := cannot_pack(base.fprop, dtype) or unsupported(device, *packed_types(base, dtype)):
             raise ConfigError(
                 f"sparse_matmuls={self.name}: {why}: sparse_matmuls=auto or emulate trains"
             )
@@ -125,6 +126,9 @@ class SparseMatmulPolicy:
     @torch.no_grad()
     def attempt(self, case: Case, device: torch.device, base: Matmuls) -> Trial:
         """Run one sparse matmul on random numbers; ``auto`` also times it against ``base``."""
+        # before any search, which would break the device where a type does not work
+        if why := unsupported(device, *packed_types(base, case.dtype)):
+            return Trial(error=why)
         left, right, call, bias = random_matmul(case, device)
         names = {"fprop": ("Xf", "A"), "dgrad": ("P", "B"), "wgrad": ("U", "Xw")}[call.name]
         matmuls = {
@@ -181,6 +185,13 @@ def objection(operand: str, tokens: Sequence[int], dtype: torch.dtype, base: Mat
 def uses_fp8(base: Matmuls) -> bool:
     """Return True if the matmuls run on fp8 tensor cores."""
     return base.fprop.rounds and not cannot_pack(base.fprop)
+
+
+def packed_types(base: Matmuls, dtype: torch.dtype | None = None) -> tuple[torch.dtype, ...]:
+    """Return the type that packed operands of a layer have; () if ``dtype`` is not known yet."""
+    if uses_fp8(base):
+        return (FP8,)
+    return () if dtype is None else (dtype,)
 
 
 def random_matmul(

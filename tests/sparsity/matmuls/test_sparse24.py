@@ -187,7 +187,7 @@ def test_backend_without_a_supported_matmul_is_refused(method, options, why):
 
 def test_unsupported_machine_is_refused_or_emulated(monkeypatch):
     reason = "this machine has no CUDA device"
-    monkeypatch.setattr(policy, "unsupported", lambda device, **_: reason)
+    monkeypatch.setattr(policy, "unsupported", lambda device, *_: reason)
     with pytest.raises(ConfigError, match=f"semi_structured: no matmul can be sparse: {reason}"):
         sparsify(Layer(), "sste")
     model, twin = Layer(), Layer()
@@ -201,7 +201,7 @@ def test_unsupported_machine_is_refused_or_emulated(monkeypatch):
 def test_moved_model_checks_the_new_device(monkeypatch):
     model = Layer()
     handle = sparsify(model, "sste")
-    monkeypatch.setattr(policy, "unsupported", lambda device, **_: f"not on {device.type}")
+    monkeypatch.setattr(policy, "unsupported", lambda device, *_: f"not on {device.type}")
     model.to("cpu")  # back, from a GPU
     assert handle.layers["fc"].operands.matmuls.packs == ""
     with pytest.raises(ConfigError, match="semi_structured: not on cpu"):
@@ -325,11 +325,30 @@ def test_broken_device_raises_instead_of_emulating(monkeypatch):
         raise torch.AcceleratorError("algorithm 3 of cuSPARSELt 0.8.1 broke the device")
 
     monkeypatch.setattr(sparse24, "matmul_24", fail)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
     model = Layer()
     sparsify(model, "sste")
     with pytest.raises(torch.AcceleratorError, match="algorithm 3"):
         outputs(model, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["auto", "semi_structured"])
+def test_a_type_that_fails_the_start_up_test_is_never_tried(name, monkeypatch):
+    def unsupported(device, *dtypes):
+        return "fp16 breaks this device" if dtypes == (torch.float16,) else None
+
+    monkeypatch.setattr(policy, "unsupported", unsupported)
+    monkeypatch.setattr(sparse24, "matmul_24", None)  # a call would be a TypeError
+    model = Layer()
+    handle = sparsify(model, "sste", sparse_matmuls=name)
+    if name == "semi_structured":
+        with pytest.raises(ConfigError, match="semi_structured: fp16 breaks this device"):
+            outputs(model, torch.float16)
+        return
+    outputs(model, torch.float16)
+    (layer,) = handle.coverage().layers
+    assert layer.emulated == dict.fromkeys(("fprop", "wgrad"), "fp16 breaks this device")
 
 
 def test_operand_that_is_not_2_4_is_an_error(monkeypatch):

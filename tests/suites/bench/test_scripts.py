@@ -110,7 +110,7 @@ def test_a_wrong_sparse_matmul_gets_no_time(run, monkeypatch):
     def medians(works, device):
         return {name: seconds(run) for name, run in works.items()}
 
-    monkeypatch.setattr(policy, "unsupported", lambda device, **_: None)
+    monkeypatch.setattr(policy, "unsupported", lambda device, *_: None)
     monkeypatch.setattr(policy, "medians", medians)
     monkeypatch.setattr(sparse24, "matmul_24", multiply)
     code, cases = run("linear", "--methods", "sste", "--sparse-matmuls", "auto")

@@ -127,7 +127,7 @@ def test_other_recipes_do_too(tiny, words, monkeypatch):
         runs = f"runs_dir='{tiny.root / 'runs'}'"
         monkeypatch.setattr(tiny, "overrides", lambda *more: [*more, runs])
     if "sparse_matmuls=semi_structured" in words:  # with the reference in place of cuSPARSELt
-        monkeypatch.setattr(policy, "unsupported", lambda device, **_: None)
+        monkeypatch.setattr(policy, "unsupported", lambda device, *_: None)
         monkeypatch.setattr(coverage, "version", lambda: "0.8.1")
     if "precision=fp8_sim" in words:  # whose products CPUs multiply scaled, and GPUs as they are
         monkeypatch.setattr(FP8, "dequantizes", lambda *_: False)
@@ -139,7 +139,7 @@ def test_other_recipes_do_too(tiny, words, monkeypatch):
 @pytest.mark.parametrize("method", SPARSE)
 def test_sparse_products_do_too(tiny, method, monkeypatch):
     """With the reference in place of cuSPARSELt; packs are counted."""
-    monkeypatch.setattr(policy, "unsupported", lambda device, **_: None)
+    monkeypatch.setattr(policy, "unsupported", lambda device, *_: None)
     monkeypatch.setattr(coverage, "version", lambda: "0.8.1")
     step = loop.train_step
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import sparsepretrain as sp
 from sparsepretrain import kernels
-from sparsepretrain.kernels.cusparselt import packed24 as library
+from sparsepretrain.kernels.cusparselt.startup import FP8, unsupported
 from sparsepretrain.kernels.hardware import FP8_SLACK
 
 
@@ -35,19 +35,26 @@ def test_products_are_those_of_the_values(m, n, k, format, out_dtype, backend, d
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("backend", ["emulate", "semi_structured"])
+@pytest.mark.parametrize("sparse_matmuls", ["emulate", "semi_structured"])
 @pytest.mark.parametrize("method", ["sste", "tsrste", "sdgp"])
-def test_layers_are_those_of_simulated_fp8(method, backend, device):
+def test_layers_are_those_of_simulated_fp8(method, sparse_matmuls, device):
     where = torch.empty(0, device=device).device
-    reason = library.unsupported(where, fp8=True) if backend == "semi_structured" else None
+    reason = unsupported(where, FP8) if sparse_matmuls != "emulate" else None
     if reason:
         pytest.skip(reason)
     found = []
-    for name, kind in (("fp8_sim", "emulate"), ("fp8", backend)):
+    for name, kind in (("fp8_sim", "emulate"), ("fp8", sparse_matmuls)):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(512, 1024, device=device))
         precision = {"name": name, "recipe": "e4m3"}
-        sp.sparsify(model, method, targets="0", precision=precision, backend=kind, total_steps=100)
+        sp.sparsify(
+            model,
+            method,
+            targets="0",
+            precision=precision,
+            sparse_matmuls=kind,
+            total_steps=100,
+        )
         x = torch.randn(4, 256, 512, device=device, requires_grad=True)
         with torch.autocast("cuda", torch.bfloat16):
             y = model(x)

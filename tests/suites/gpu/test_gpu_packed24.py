@@ -7,14 +7,17 @@ import torch
 
 from sparsepretrain import kernels
 from sparsepretrain.kernels.cusparselt import packed24 as library
+from sparsepretrain.kernels.cusparselt.startup import unsupported
 from sparsepretrain.sparsity.matmuls.policy import Case, random_matmul
 from sparsepretrain.sparsity.matmuls.sparse24 import packing
 from sparsepretrain.sparsity.matmuls.three import DENSE, Estimate
 
 
 @pytest.fixture(autouse=True)
-def supported(device):
-    if reason := library.unsupported(torch.empty(0, device=device).device):
+def supported(device, request):
+    named = getattr(request.node, "callspec", None)
+    dtype = named.params.get("dtype", torch.bfloat16) if named else torch.bfloat16
+    if reason := unsupported(torch.empty(0, device=device).device, dtype):
         pytest.skip(reason)
 
 
