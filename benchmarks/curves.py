@@ -57,7 +57,7 @@ def run_of(method: str, given: argparse.Namespace, runs: Path) -> Run:
             words += [f"data.tokenizer='{given.tokenizer.resolve()}'", "data.vocab_size=50257"]
     else:
         words += TINY
-    steps = STEPS if cuda and not given.quick else TINY_STEPS
+    steps = given.steps if cuda and not given.quick else TINY_STEPS
     words += [f"steps={steps}", f"sparsity={method}", f"name={method}"]
     words += ["log.layers_every=0", "checkpoint.every=0", "tracker=jsonl", f"runs_dir='{runs}'"]
     return validate(compose(words, []))
@@ -133,6 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--after", type=Path, metavar="DIR", help="compare with results here, too")
     parser.add_argument("--data", choices=["stdlib", "site-packages"], default="site-packages")
     parser.add_argument("--tokenizer", type=Path, metavar="tokenizer.json")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of 65,536 tokens")
     parser.add_argument("--budget", type=float, metavar="S", help="begin no run after S seconds")
     parser.add_argument("--quick", action="store_true", help=f"{TINY_STEPS} steps: does it run?")
     given = parser.parse_args(arguments)

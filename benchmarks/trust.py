@@ -1,7 +1,8 @@
 """Run the start-up test of sparse matmuls, and compare the layout of packed matrices.
 
 The layout of a packed matrix is internal to cuSPARSELt. This script compares it with a formula that
-FlagGems decoded on Hopper (``ops/_cslt_sparse_mm.py``). Where the formula holds, the packed size of
+FlagGems decoded on Hopper (``ops/_cslt_sparse_mm.py``), with whole tiles of 64 columns, which an
+H200 showed. Where the formula holds, the packed size of
 any shape is known, and a kernel of the project could write packed matrices.
 """
 
@@ -21,10 +22,10 @@ from sparsepretrain.kernels.cusparselt.startup import unsupported
 
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 SIZES = [
-    *((64, 32), (128, 128), (3072, 768), (4096, 11008)),
-    *((16, 16), (48, 80), (80, 64), (64, 80), (80, 4096), (3072, 784)),
+    *((64, 64), (128, 128), (3072, 768), (4096, 11008)),
+    *((64, 32), (48, 80), (80, 64), (64, 80), (80, 4096), (3072, 784)),
 ]
-"""(rows, columns): multiples of (64, 32), then sizes that fill no tile of metadata."""
+"""(rows, columns): multiples of 64, then sizes that fill no tile of metadata."""
 
 
 def works(options: Options) -> dict[str, Work]:
@@ -74,8 +75,8 @@ def layout(
 
 
 def packed_bytes(rows: int, columns: int) -> int:
-    """Return the size of a packed matrix: half of its 16-bit values, 256 bytes per 64×32 tile."""
-    return rows * columns + -(-rows // 64) * -(-columns // 32) * 256
+    """Return the size of a packed matrix: half of its 16-bit values, 512 bytes per 64×64 tile."""
+    return rows * columns + -(-rows // 64) * -(-columns // 64) * 512
 
 
 def unpack(packed: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -90,7 +91,7 @@ def unpack(packed: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tenso
     nibbles = torch.stack([meta & 15, meta >> 4], 1).flatten()
     row = torch.arange(rows, device=device)[:, None]
     group = torch.arange(columns // 4, device=device)
-    tile = row // 64 * -(-columns // 32) + group // 8
+    tile = row // 64 * (2 * -(-columns // 64)) + group // 8
     in_tile = row // 32 % 2 * 256 + row // 16 % 2 * 128 + row // 8 % 2 + row % 8 * 16
     kept = nibbles[tile * 512 + in_tile + group % 4 * 4 + group % 8 // 4 * 2].long()
     fours = torch.zeros(rows, columns // 4, 4, dtype=dtype, device=device)

@@ -57,6 +57,6 @@ def here() -> str:
         emulated = "Training emulates them: the same results, no gain."
         return f"No matmul runs sparse here: {faults['bf16']}. {emulated} {fp8}"
     others = "".join(f" Not in {name}: {fault}." for name, fault in faults.items() if fault)
-    padding = "Widths are padded with zeros to multiples of 64 × 32, in fp8 of 64 × 128."
+    padding = "Widths are padded with zeros to multiples of 64 × 64, in fp8 of 64 × 128."
     library = f"with cuSPARSELt {version()}"
     return f"Sparse matmuls run here in {' and '.join(sparse)}, {library}.{others} {padding} {fp8}"

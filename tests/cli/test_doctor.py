@@ -37,7 +37,7 @@ def test_doctor_says_that_widths_are_padded_where_matmuls_run_sparse(monkeypatch
     monkeypatch.setattr(_machine, "unsupported", lambda device, dtype: None)
     text = _machine.here()
     assert text.startswith("Sparse matmuls run here in bf16 and fp16, with cuSPARSELt")
-    assert "padded with zeros to multiples of 64 × 32, in fp8 of 64 × 128." in text
+    assert "padded with zeros to multiples of 64 × 64, in fp8 of 64 × 128." in text
 
 
 def test_doctor_names_the_types_that_do_not_run_sparse(monkeypatch):

@@ -91,7 +91,7 @@ def test_widths_that_fit_are_not_padded():
     [
         (
             ["model.n_embd=16", "model.n_head=2", "model.n_layer=1"],
-            "padding 64 × 16 to 64 × 32 costs more than 2:4 saves",
+            "padding 64 × 16 to 64 × 64 costs more than 2:4 saves",
         ),
         (
             ["batch.micro=2", "model.n_layer=1"],
@@ -106,7 +106,7 @@ def test_padding_that_costs_more_than_2_4_saves_is_not_counted(overrides, reason
 
 
 def test_dense_matmuls_beside_sparse_ones_have_their_reason():
-    words = ["sparsity=ste", "batch.size=16", "batch.micro=8", "model.n_embd=20", "model.n_head=2"]
+    words = ["sparsity=sste", "batch.size=16", "batch.micro=8", "model.n_embd=20", "model.n_head=2"]
     words += [
         "tracker.mode=disabled",
         "parallel.device=cpu",
@@ -115,9 +115,9 @@ def test_dense_matmuls_beside_sparse_ones_have_their_reason():
     ]
     out = io.StringIO()
     dry_run(config.load(words), Console(out))
-    # 20 rows are padded to 64, 20 columns to 32
-    assert "4 of these matmuls: padding 20 × 2048 to 64 × 2048 costs more than" in out.getvalue()
-    assert "fprop of 4 layers: 2048 × 20 to 2048 × 32 (+60.0% work)" in out.getvalue()
+    # 20 rows of a packed operand are padded to 64, 20 columns of a dense one to 24
+    assert "8 of these matmuls: padding 20 × 2048 to 64 × 2048 costs more than" in out.getvalue()
+    assert "wgrad of 4 layers: 2048 × 20 to 2048 × 24 (+20.0% work)" in out.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -42,8 +43,9 @@ class LayerMatmuls:
         self.base, self.simulated = unpacked_matmuls(precision, size)
         self.reasons: dict[str, str] = {}
         """N:M operand -> the reason for which it is not packed; "": it is."""
-        self.packs = ""
+        self.packs: str
         """Operands that are packed while their row is 2:4."""
+        self._pack("")
         self.is_final = False
         """True once the matmuls were tried with inputs of the layer."""
         if policy is None:
@@ -52,7 +54,7 @@ class LayerMatmuls:
         if sharded:
             self.reasons = {k: why or "its weight is sharded" for k, why in self.reasons.items()}
         if policy.name != "auto":
-            self.packs = self._possible
+            self._pack(self._possible)
 
     def on(self, device: torch.device, *, sharded: bool) -> LayerMatmuls:
         """Return the matmuls of the same layer on ``device``, not tried yet."""
@@ -79,7 +81,17 @@ class LayerMatmuls:
         packs = [
             name for name in packs if not cannot_pack(getattr(self.base, MATMUL_OF[name]), dtype)
         ]
-        return packing(self.base, "".join(packs)) if packs else self.base
+        return self._packed["".join(packs)]
+
+    def _pack(self, operands: str) -> None:
+        """Let ``operands`` be packed while their row is 2:4.
+
+        Their matmuls are built here, in every combination that phases may need: a compiled layer
+        only looks them up, because dynamo cannot trace how they are built.
+        """
+        self.packs = operands
+        parts = (c for n in range(len(operands)) for c in combinations(operands, n + 1))
+        self._packed = {"": self.base} | {"".join(c): packing(self.base, "".join(c)) for c in parts}
 
     def try_inputs(
         self, weight: Tensor, inputs: Sequence[int], dtype: torch.dtype, *, bias: bool
@@ -113,5 +125,5 @@ class LayerMatmuls:
             if not why and case not in policy.trials:
                 policy.trials[case] = policy.attempt(case, device, self.base)
             self.reasons[name] = why or policy.trials[case].objection
-        self.packs = self._possible
+        self._pack(self._possible)
         return self.packs != before

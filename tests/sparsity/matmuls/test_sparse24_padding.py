@@ -146,7 +146,7 @@ def test_stored_padded_operands_keep_their_memory_and_are_packed_once_per_step(m
 
     monkeypatch.setattr(sparse24, "compress_24", compress)
     train_in_bf16(model, optimizer, 0, 2, (2, 8, 36), micro_batches=3)
-    assert calls == [(64, 64), (64, 32)] * 2, "A and B of each step"
+    assert calls == [(64, 64), (64, 64)] * 2, "A and B of each step"
     assert [part.data.data_ptr() for part in own._kept[True][:2]] == addresses
 
 
@@ -178,10 +178,10 @@ def test_auto_times_the_padded_sizes_of_training(method, monkeypatch):
         return kernels.matmul_24(packed, dense, bias, **flags)
 
     monkeypatch.setattr(sparse24, "matmul_24", multiply)
-    model = Layer(inputs=36, outputs=20)
+    model = Layer(inputs=100, outputs=20)
     handle = sparsify(model, method, "auto")
     handle.store_operands(BRAIN)
-    handle.choose_matmuls({"fc": (2, 8, 36)})
+    handle.choose_matmuls({"fc": (2, 8, 100)})
     timed = set(sizes)
     sizes.clear()
     outputs(model, BRAIN, (2, 8))
