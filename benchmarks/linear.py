@@ -102,6 +102,7 @@ def compare(
             model = nn.Sequential(build().to(device))  # replaced layers need a parent
             if label != DENSE:
                 sparsifier = sparsify(model, method, **rest, **chosen)
+                sparsifier.detach()  # no optimizer is forgotten here: looking for one would wait
                 if stored:
                     sparsifier.store_operands(torch.bfloat16)
             with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):

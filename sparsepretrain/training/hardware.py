@@ -157,11 +157,13 @@ def _device_name(device: torch.device) -> str:
 def _commit() -> str | None:
     """Commit of the checkout that the package runs from; None for an installed wheel.
 
-    ``SPARSEPRETRAIN_COMMIT`` names the commit of a copy without ``.git``.
+    ``SPARSEPRETRAIN_COMMIT`` names the commit of a copy, which may lie in another repository.
     """
     root = Path(sparsepretrain.__file__).parents[1]
+    if named := os.environ.get("SPARSEPRETRAIN_COMMIT"):
+        return named
     if not (root / ".git").exists():
-        return os.environ.get("SPARSEPRETRAIN_COMMIT")
+        return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
