@@ -104,6 +104,8 @@ class Owner:
         )
 
     def __str__(self) -> str:
+        if self == UNREADABLE:
+            return "a process that left no record of itself"
         job = f" ({self.job})" if self.job else ""
         signs = f"since {self.begun} UTC, last sign of life {self.alive} UTC"
         return f"process {self.pid} on {self.host}{job}, {signs}"
