@@ -44,6 +44,9 @@ POLL_SECONDS = 1.0
 WAIT_SECONDS = 0.02
 """Least seconds between two attempts to own a file that is held for moments."""
 
+READS = 5
+"""Attempts to read a file that another machine is changing."""
+
 WIDTH = 1024
 """Bytes of the file. A sign of life overwrites all of them in place: a process that lost its
 directory while it was suspended then writes into a file that has no name any more."""
@@ -168,6 +171,10 @@ class Ownership:
             return
         try:
             found = _read(self.file)[0]
+            for _ in range(READS):  # half a sign of life, if it was read while it was written
+                if found == UNREADABLE:
+                    time.sleep(WAIT_SECONDS)
+                    found = _read(self.file)[0]
         except OSError:
             return  # the file system does not answer; nothing can be written either
         if found is None:
@@ -370,10 +377,15 @@ def read(file: Path) -> Owner | None:
 
 def _read(file: Path) -> tuple[Owner | None, bytes]:
     """Return the owner in a file (None if there is no file) and its bytes."""
-    try:
-        content = file.read_bytes()
-    except FileNotFoundError:
-        return None, b""
+    for attempt in range(READS):
+        try:
+            content = file.read_bytes()
+            break
+        except FileNotFoundError:
+            return None, b""
+        except OSError as error:  # NFS: another machine replaced the file while it was opened
+            if error.errno != errno.ESTALE or attempt == READS - 1:
+                raise
     try:
         values = json.loads(content)
         return Owner(**{f.name: values[f.name] for f in fields(Owner)}), content

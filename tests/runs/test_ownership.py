@@ -429,6 +429,30 @@ def test_a_process_that_lost_the_directory_stops(run, tiny, quick, stop_after, m
     assert json.loads((directory / ".owner").read_bytes())["host"] == "node1"
 
 
+def test_a_half_written_sign_of_life_is_read_again(run, monkeypatch):
+    with run.claim() as owner:
+        whole = run.owner_file.read_bytes()
+        answers = [whole[:100], OSError(errno.ESTALE, "Stale file handle"), whole]
+
+        def read_bytes(path):
+            answer = answers.pop(0) if answers else whole
+            if isinstance(answer, OSError):
+                raise answer
+            return answer
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_bytes", read_bytes)
+            owner.require(now=True)
+        assert not answers
+
+
+def test_a_process_whose_file_was_removed_stops(run):
+    with run.claim() as owner:
+        run.owner_file.unlink()
+        with pytest.raises(Lost, match="was removed"):
+            owner.require(now=True)
+
+
 def test_signs_of_life_go_on_during_a_long_compilation(run, quick):
     with run.claim():
         first = read(run.owner_file).beats
