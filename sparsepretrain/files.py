@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,11 @@ def write_atomic(path: Path, content: str | bytes, *, tag: str = "") -> None:
     """Replace ``path`` atomically by ``content`` (text as UTF-8); see :func:`replacing`."""
     with replacing(path, tag=tag) as stream:
         stream.write(content.encode() if isinstance(content, str) else content)
+
+
+def writer_tag() -> str:
+    """Return a ``tag`` of :func:`replacing` that no other process has, on no machine."""
+    return f".{socket.gethostname()}-{os.getpid()}"
 
 
 @contextlib.contextmanager

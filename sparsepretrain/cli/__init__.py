@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """The ``sparsepretrain`` command: ``main.py`` and a file per verb.
 
 A plug-in registers a subclass of :class:`Verb` with ``@register("verb", name)``.

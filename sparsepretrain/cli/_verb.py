@@ -29,6 +29,9 @@ class Verb(ABC):
     summary: ClassVar[str] = ""
     """Line of ``sparsepretrain --help``, and default description of the verb's help."""
 
+    settings: ClassVar[type | None] = None
+    """Dataclass of the verb's own keys, see :func:`read_settings`."""
+
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:  # noqa: B027 - none by default
         """Add arguments to ``parser``; may replace its ``description``."""
 
@@ -43,9 +46,6 @@ class Verb(ABC):
 
 class ConfiguredVerb(Verb):
     """Verb with overrides of a run's configuration and ``--config-dir``."""
-
-    settings: ClassVar[type | None] = None
-    """Dataclass of the verb's own keys, see :func:`read_settings`."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add ``overrides`` and ``config_dir``."""

@@ -29,6 +29,7 @@ class Settings:
 @register("verb", "export")
 class Export(Verb):
     summary = "write a run for transformers or timm, proven sparse, with a model card"
+    settings = Settings
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.description = DESCRIPTION

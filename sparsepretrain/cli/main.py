@@ -70,6 +70,10 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code; user errors are one line each."""
+    if argv is None and "_ARGCOMPLETE" in os.environ:
+        from sparsepretrain.cli._completion import complete
+
+        return complete(parser)
     if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, processes.interrupt)  # not for callers from Python
     argv = list(sys.argv[1:] if argv is None else argv)

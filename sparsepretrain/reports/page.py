@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from markdown_it import MarkdownIt
 from matplotlib.figure import Figure
 
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.files import write_atomic
+from sparsepretrain.files import write_atomic, writer_tag
 from sparsepretrain.runs.directory import RunDirectory
 
 STYLE = """
@@ -103,11 +104,15 @@ def write_page(out: Path, made: Page, name: str | None = None, *, page: bool) ->
         for path in [*written, file]:
             path.parent.mkdir(parents=True, exist_ok=True)
         for picture, figure in made.figures.items():
-            figure.savefig(out / picture)
-        write_atomic(file, made.markdown)
+            # several processes may write one page, also on several machines
+            temporary = out / f".{writer_tag()}{Path(picture).suffix}"
+            figure.savefig(temporary)
+            os.replace(temporary, out / picture)
+        write_atomic(file, made.markdown, tag=writer_tag())
         if page:
             written.append(file.with_suffix(".html"))
-            write_atomic(written[-1], html_page(made.markdown, made.figures))
+            text = html_page(made.markdown, made.figures)
+            write_atomic(written[-1], text, tag=writer_tag())
     except OSError as error:
         where = f"{error.filename}: {error.strerror}"
         raise ConfigError(f"cannot write the report: {where}; choose another --out") from error

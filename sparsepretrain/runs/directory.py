@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import fcntl
 import json
 import os
@@ -12,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import IO, Any, overload
 
 from sparsepretrain.config import freeze
 from sparsepretrain.config.schema import Run
@@ -23,8 +24,9 @@ from sparsepretrain.errors import (
     SparsePretrainWarning,
     cannot_write,
 )
-from sparsepretrain.files import read_json, write_atomic
-from sparsepretrain.runs import checkpoint, record
+from sparsepretrain.files import read_json, write_atomic, writer_tag
+from sparsepretrain.runs import checkpoint, ownership, record
+from sparsepretrain.runs.ownership import Ownership
 
 SET_ASIDE = re.compile(r"\.old-\d+$")
 """Suffix of a run replaced by ``resume=never``."""
@@ -88,7 +90,9 @@ class RunDirectory:
     failures_file = _Entry("failed.json")
     """See :meth:`failures`."""
     lock_file = _Entry(".lock")
-    """Lock file of the training process."""
+    """Lock file of the training process, for processes of the same machine."""
+    owner_file = _Entry(".owner")
+    """Training process of any machine, see :mod:`~sparsepretrain.runs.ownership`."""
 
     @classmethod
     def of(cls, config: Run | dict[str, Any]) -> RunDirectory:
@@ -110,34 +114,66 @@ class RunDirectory:
         return self.masks / f"{checkpoint.step_name(step)}.npz"
 
     @contextlib.contextmanager
-    def claim(self) -> Iterator[None]:
-        """Create and lock the directory; remove it again if the run fails before writing."""
+    def claim(self) -> Iterator[Ownership]:
+        """Create and own the directory; remove it again if the run fails before writing.
+
+        Raises:
+            ConfigError: another process owns it, or it is not writable.
+        """
         created = [path for path in (self.path, *self.path.parents) if not path.exists()]
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = open(self.lock_file, "w")  # noqa: SIM115
-        except OSError as error:
-            _remove_empty(created)
-            raise ConfigError(
-                f"run directory {self} is not writable ({error.strerror}): set runs_dir=DIR"
-            ) from error
-        with lock:
-            # The kernel releases the lock with the process, also after SIGKILL, where a file with a
-            # process id would stay. The empty file is kept: if a finished run removed it, two later
-            # ones could hold locks on two files.
+        with contextlib.ExitStack() as held:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.path.mkdir(parents=True, exist_ok=True)
+                # The empty file is kept: if a finished run removed it, two later ones could hold
+                # locks on two files.
+                self._lock(held.enter_context(open(self.lock_file, "w")))
             except OSError as error:
-                raise ConfigError(
-                    f"another process is training {self}: wait for it, or change name or seed"
-                ) from error
+                _remove_empty(created)
+                raise ConfigError(self._not_writable(error)) from error
             try:
-                yield
+                with self._owning() as owner:
+                    yield owner
             except SparsePretrainError:
                 if created and list(self.path.iterdir()) == [self.lock_file]:
                     self.lock_file.unlink()
                     _remove_empty(created)
                 raise
+
+    def _lock(self, lock: IO[str]) -> None:
+        """Lock a file as the kernel of this machine does; raise ConfigError if it is locked.
+
+        The kernel releases the lock with the process, also after SIGKILL. Some network file systems
+        have no such locks, and others lock on one machine only: the owner's file decides there.
+        """
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = ownership.read(self.owner_file)
+            if owner is None or owner.is_near:
+                raise ConfigError(self._held(owner)) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+
+    @contextlib.contextmanager
+    def _owning(self) -> Iterator[Ownership]:
+        try:
+            owner = ownership.own(self.owner_file)
+        except ownership.Held as error:
+            raise ConfigError(self._held(error.owner)) from error
+        except OSError as error:
+            raise ConfigError(self._not_writable(error)) from error
+        try:
+            yield owner
+        finally:
+            owner.release()
+
+    def _held(self, owner: ownership.Owner | None) -> str:
+        who = f" ({owner})" if owner else ""
+        return f"another process is training {self}{who}: wait for it, or change name or seed"
+
+    def _not_writable(self, error: OSError) -> str:
+        return f"run directory {self} is not writable ({error.strerror}): set runs_dir=DIR"
 
     def write(self, file: Path, content: str | bytes) -> None:
         """Write one of the run's files atomically; CheckpointError on a full disk."""
@@ -154,7 +190,8 @@ class RunDirectory:
             number += 1
         target.mkdir()
         for entry in self.path.iterdir():
-            if entry not in (self.lock_file, self.console_log):  # in use by this process
+            in_use = entry in (self.lock_file, self.console_log)  # by this process
+            if not in_use and not entry.name.startswith(self.owner_file.name):
                 os.replace(entry, target / entry.name)
         return target
 
@@ -182,11 +219,14 @@ class RunDirectory:
             return {}
 
     def note_failure(self, what: str, exit_code: int = 0, error: str = "") -> None:
-        """Record the failure of stage ``what``, or its success if the exit code is 0."""
-        failures = {key: entry for key, entry in self.failures().items() if key != what}
-        if exit_code:
-            failures[what] = {"exit_code": exit_code, "error": error}
-        with contextlib.suppress(OSError):
+        """Record the failure of stage ``what``, or its success if the exit code is 0.
+
+        Runs and the tables that wait for them write the file, perhaps on several machines.
+        """
+        with contextlib.suppress(OSError), ownership.exclusive(self.failures_file):
+            failures = {key: entry for key, entry in self.failures().items() if key != what}
+            if exit_code:
+                failures[what] = {"exit_code": exit_code, "error": error}
             if failures:
                 write_atomic(self.failures_file, json.dumps(failures, ensure_ascii=False) + "\n")
             else:
@@ -204,7 +244,8 @@ class RunDirectory:
             if exit_code is None:
                 self.status_file.unlink(missing_ok=True)
             elif self.path.is_dir():
-                write_atomic(self.status_file, json.dumps({"exit_code": exit_code}) + "\n")
+                text = json.dumps({"exit_code": exit_code}) + "\n"
+                write_atomic(self.status_file, text, tag=writer_tag())
 
     def record(self) -> list[dict[str, Any]]:
         """Return the lines of the record; see :func:`record.read`."""

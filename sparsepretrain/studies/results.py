@@ -20,7 +20,7 @@ from sparsepretrain.config import freeze, strict
 from sparsepretrain.config.compose import shell_line
 from sparsepretrain.config.validate import validate
 from sparsepretrain.errors import ConfigError, DataError, DivergedError, one_line
-from sparsepretrain.files import parse_json, write_atomic
+from sparsepretrain.files import parse_json, write_atomic, writer_tag
 from sparsepretrain.reports.runs import Curve, RunData, load
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.studies.cells import Cell, Selection, cells, tuning_cells, word
@@ -401,7 +401,8 @@ def write_record(results: TableResults, file: Path) -> None:
     """Write results compressed; equal results give equal bytes."""
     text = json.dumps(_drop_empty(dataclasses.asdict(results)), ensure_ascii=False, sort_keys=True)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, gzip.compress(text.encode(), compresslevel=9, mtime=0))
+    packed = gzip.compress(text.encode(), compresslevel=9, mtime=0)
+    write_atomic(file, packed, tag=writer_tag())
 
 
 def read_record(file: Path) -> TableResults:

@@ -19,7 +19,9 @@ from sparsepretrain.errors import (
     cannot_write,
     reason,
 )
+from sparsepretrain.files import write_atomic
 from sparsepretrain.runs import weights
+from sparsepretrain.runs.ownership import exclusive
 from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.training import derive, validation
 from sparsepretrain.training.assembly import build_session
@@ -143,7 +145,10 @@ def _load_weights(session: Session, source: WeightSource, console: Console) -> N
 
 
 def append(result: dict[str, Any], file: Path) -> None:
-    """Add a line in one write, so that evaluations at the same time do not mix."""
+    """Add a line; evaluations at the same time, also on other machines, lose none.
+
+    Appending does not suffice: two machines that append to a file of NFS write to the same place.
+    """
     finite = {
         key: value if not isinstance(value, float) or math.isfinite(value) else None
         for key, value in result["metrics"].items()
@@ -151,7 +156,13 @@ def append(result: dict[str, Any], file: Path) -> None:
     line = json.dumps(result | {"metrics": finite}, ensure_ascii=False, allow_nan=False) + "\n"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with open(file, "ab", buffering=0) as stream:
-            stream.write(line.encode())
+        file = file.resolve()
+        if file.exists() and not file.is_file():  # a pipe or a device
+            with open(file, "ab", buffering=0) as stream:
+                stream.write(line.encode())
+            return
+        with exclusive(file):
+            before = file.read_bytes() if file.exists() else b""
+            write_atomic(file, before + line.encode())
     except OSError as error:
         raise cannot_write(file, error) from error

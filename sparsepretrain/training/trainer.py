@@ -23,6 +23,7 @@ from sparsepretrain.kernels.cusparselt.packed24 import slow_version
 from sparsepretrain.runs import checkpoint, weights
 from sparsepretrain.runs.checkpoint import ALONE
 from sparsepretrain.runs.directory import RunDirectory
+from sparsepretrain.runs.ownership import Lost, Ownership
 from sparsepretrain.runs.record import Record
 from sparsepretrain.runs.writer import Writer
 from sparsepretrain.sparsity.coverage import Proof
@@ -98,7 +99,13 @@ def _train(
         session.stop.signals = signals
         # first in the list: the work of probes after a step is outside its time
         session.observers.insert(0, Throughput(plan.peak_items(session)))
-        world.first(lambda: claim.enter_context(directory.claim()))
+        owner: Ownership | None = None  # of the first rank, which writes
+
+        def own() -> None:
+            nonlocal owner
+            owner = claim.enter_context(directory.claim())
+
+        world.first(own)
         if world.first(finished):  # by another process
             return 0
         source = world.first(lambda: choose_checkpoint(directory, run, named, console))
@@ -109,7 +116,7 @@ def _train(
             console.info(f"continuing from {source} (step {session.step})")
         other = source if source is named else None
         world.first(lambda: _write_files(session, directory, source, other))
-        return _run(session, directory, console, resumed=source is not None)
+        return _run(session, directory, owner, console, resumed=source is not None)
 
 
 def _write_files(
@@ -141,7 +148,14 @@ def _write_files(
     directory.write(directory.environment_file, json.dumps(about, indent=1) + "\n")
 
 
-def _run(session: Session, directory: RunDirectory, console: Console, *, resumed: bool) -> int:
+def _run(
+    session: Session,
+    directory: RunDirectory,
+    owner: Ownership | None,
+    console: Console,
+    *,
+    resumed: bool,
+) -> int:
     run = session.run
     resume_step = session.step if resumed else None
     console.unit = session.task.unit
@@ -161,10 +175,16 @@ def _run(session: Session, directory: RunDirectory, console: Console, *, resumed
         directory.note_failure("train")
 
     def log(line: dict[str, Any]) -> None:
-        if stream is not None:
+        if stream is not None and owner is not None:
+            owner.require()
             stream.log(line)
 
+    def still_own() -> None:
+        if owner is not None:
+            owner.require(now=True)
+
     def save() -> None:
+        session.world.first(still_own)
         if stream is not None:
             session.counters.lines = stream.record.lines
         state = session_state.state_dict(session)
@@ -202,7 +222,7 @@ def _run(session: Session, directory: RunDirectory, console: Console, *, resumed
             console.info(f"stopped by a signal after step {session.step}{saved}")
     except SparsePretrainError as error:
         exit_code = error.exit_code
-        if session.world.is_main:
+        if session.world.is_main and not isinstance(error, Lost):
             directory.note_failure("train", exit_code, f"{error.label}: {error}")
         raise
     finally:

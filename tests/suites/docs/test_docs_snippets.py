@@ -25,7 +25,15 @@ HOSTS = ROOT / "docs/hosts.md"
 PYTHON = [b for f in DOCUMENTS if f != HOSTS for b in blocks(f, "python")]
 RUN = ("train", "eval", "prepare", "methods", "configs", "report")
 """Verbs to run; for other verbs only arguments are checked."""
-PROGRAMS = ("sparsepretrain", "make", "pip", "python", "lm_eval", "wandb")
+PROGRAMS = (
+    "sparsepretrain",
+    "make",
+    "pip",
+    "python",
+    "lm_eval",
+    "wandb",
+    "register-python-argcomplete",
+)
 """Programs that a shell block may call."""
 
 RECORDER = """#!/bin/sh

@@ -1,7 +1,9 @@
 """Every row of the table of exit codes in docs/troubleshooting.md, executed."""
 
+import dataclasses
 import fcntl
 import functools
+import json
 import re
 import signal
 
@@ -11,6 +13,9 @@ import safetensors.torch
 from sparsepretrain.cli import main
 from sparsepretrain.cli import train as verb
 from sparsepretrain.errors import INTERRUPTED, PREEMPTED, SparsePretrainError
+from sparsepretrain.files import write_atomic
+from sparsepretrain.runs.ownership import Owner
+from sparsepretrain.training import loop
 from support import ROOT
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
@@ -75,6 +80,20 @@ def claimed(tiny, run, **_):
         return run()
 
 
+def taken_over(tiny, run, monkeypatch, **_):
+    original = loop.train_step
+
+    def train_step(t):
+        values = original(t)
+        if t.step == 3:
+            other = dataclasses.replace(Owner.here(), machine="another")
+            write_atomic(tiny.directory() / ".owner", json.dumps(dataclasses.asdict(other)))
+        return values
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    return run()
+
+
 def other_data(tiny, run, stop_after, tmp_path, **_):
     file = tmp_path / "text.txt"
     file.write_text("one sheep, two goats\n" * 200)
@@ -106,6 +125,7 @@ CASES = {
     (1, "ended the command"): plugin,
     (2, "did you mean"): lambda run, **_: run("stesp=3"),
     (2, "another process is training"): claimed,
+    (2, "another process took over"): taken_over,
     (3, "data error"): lambda run, **_: run("data.files=[/nothing/*.txt]"),
     (4, "trained on other data"): other_data,
     (4, "is whole"): functools.partial(damaged, steps=(4, 6)),
