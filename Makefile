@@ -25,7 +25,7 @@ test: lint test-fast test-triton test-kernels-offline test-without-gpu
 lint: $(DEV)
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --quiet --check .
-	$(BIN)/codespell sparsepretrain tests configs docs scripts benchmarks *.md
+	$(BIN)/codespell sparsepretrain hydra_plugins tests configs docs scripts benchmarks *.md
 	$(BIN)/mypy --no-error-summary
 	@out=$$($(BIN)/lint-imports 2>&1) || { echo "$$out"; exit 1; }
 

@@ -1,4 +1,4 @@
-"""Check and run the cells of a paper's table or of a sweep."""
+"""Check and run the cells of a paper's table or of `train -m`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ from sparsepretrain.console import Console
 from sparsepretrain.errors import ConfigError, DataError, DivergedError, SparsePretrainError, needs
 from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.directory import RunDirectory
-from sparsepretrain.studies import engine, stages
+from sparsepretrain.studies import stages
 from sparsepretrain.studies.cells import Cell, Part, Selection, stage_words
 from sparsepretrain.studies.engine import Study
+from sparsepretrain.studies.launchers import EngineConf, Launcher
+from sparsepretrain.studies.progress import Progress, StudyCell
 from sparsepretrain.studies.results import selected
 from sparsepretrain.studies.tables import Scale, Stage, load_table
 from sparsepretrain.training import plan
 from sparsepretrain.training.derive import check_finetuning
 from sparsepretrain.training.hardware import visible_devices
 from sparsepretrain.training.schedules import resolve_steps
+
+HERE = EngineConf()
+"""Launcher of cells as child processes."""
 
 
 def parts(name: str, scale: Scale | None, asked: Selection, stop_after: int | None) -> list[Part]:
@@ -149,7 +154,7 @@ def _train_words(part: Part, cell: Cell) -> tuple[str, ...]:
     return ("train", *flags, *cell.words)
 
 
-def to_run(parts: Sequence[Part], console: Console) -> list[engine.StudyCell]:
+def to_run(parts: Sequence[Part], console: Console) -> list[StudyCell]:
     """Return the cells of a study, seed by seed, each followed by its stages."""
     several = len({part.name for part in parts}) > 1
     made = []
@@ -157,15 +162,26 @@ def to_run(parts: Sequence[Part], console: Console) -> list[engine.StudyCell]:
         for cell in part.cells:
             label = f"{part.name}: {cell.label}" if several else cell.label
             words = _train_words(part, cell)
-            made.append(engine.StudyCell(label, cell.run, part.stop_after, words))
+            made.append(StudyCell(label, cell.run, part.stop_after, words, words=cell.words))
             if part.stages:
                 made[-1].then = partial(stages.following, part, cell, label, console)
     return made
 
 
-def study_of(title: str, runs: Iterable[Run], console: Console, jobs: int | None) -> Study:
-    """Return a study of these runs with ``jobs`` at a time; None: what fits the GPUs, or one."""
-    needed = [engine.StudyCell("", run).devices for run in runs]
+def study_of(
+    title: str,
+    runs: Iterable[Run],
+    console: Console,
+    jobs: int | None,
+    launcher: Launcher | Progress = HERE,
+) -> Progress:
+    """Return a study of these runs, where ``launcher`` trains them.
+
+    On this machine ``jobs`` are trained at a time; None: what fits the GPUs, or one.
+    """
+    if isinstance(launcher, Progress):
+        return launcher
+    needed = [StudyCell("", run).devices for run in runs]
     devices: list[str] = []
     if most := max(needed, default=0):  # without remaining work torch is not imported
         devices = visible_devices()
@@ -176,13 +192,19 @@ def study_of(title: str, runs: Iterable[Run], console: Console, jobs: int | None
     return Study(title, console, jobs=jobs or max(1, fitting), devices=devices)
 
 
-def run_parts(found: Sequence[Part], console: Console, *, jobs: int | None = None) -> None:
+def run_parts(
+    found: Sequence[Part],
+    console: Console,
+    *,
+    jobs: int | None = None,
+    launcher: Launcher | Progress = HERE,
+) -> None:
     """Run the remaining work of checked cells, see :func:`study_of`."""
     runs = [
         c.run for part in found for c in part.cells if not _end_is_saved(c.run, part.stop_after)
     ]
     title = " + ".join(dict.fromkeys(part.name for part in found))
-    with study_of(title, runs, console, jobs) as study:
+    with study_of(title, runs, console, jobs, launcher) as study:
         try:
             study.run(to_run(found, console))
         finally:

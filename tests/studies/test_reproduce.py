@@ -290,14 +290,14 @@ def test_impossible_stages_are_refused_before_training(tables, capsys):
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize(("verb", "within"), [("reproduce", True), ("sweep", False)])
+@pytest.mark.parametrize(("verb", "within"), [("reproduce", True), ("train", False)])
 def test_interrupted_and_continued_from_the_shell(tables, verb, within):
     """SIGINT to the process group, as from a terminal: during a run, and as one ends."""
     options = ["eval.batches=0", "checkpoint.every=0", "log.layers_every=0"]
     options.append("steps=100000" if within else "steps=6")
     words = [*tables.words("small", "--seeds", "1"), *options]
-    if verb == "sweep":
-        words = ["sweep", "--name", "small", *tables.tiny.overrides(*options, "seed=0,1")]
+    if verb == "train":
+        words = ["train", "-m", "name=small", *tables.tiny.overrides(*options, "seed=0,1")]
     command = [sys.executable, "-m", "sparsepretrain", *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, start_new_session=True, **pipes)
