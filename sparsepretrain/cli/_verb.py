@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,6 +17,7 @@ from sparsepretrain.errors import SparsePretrainError
 
 if TYPE_CHECKING:
     from sparsepretrain.studies.cells import Part
+    from sparsepretrain.studies.jobs import Job
     from sparsepretrain.studies.launchers import Launcher
     from sparsepretrain.studies.progress import Progress
 
@@ -74,7 +75,7 @@ def add_config_dir(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_study_flags(parser: argparse.ArgumentParser) -> None:
+def add_study_flags(parser: argparse._ActionsContainer) -> None:
     """Add ``--jobs`` and ``--commands``, the flags of several runs."""
     text = "cells at a time; on the CPU they share its threads; default: one per GPU, or 1"
     parser.add_argument("--jobs", type=integer_from(1), metavar="N", help=text)
@@ -83,9 +84,20 @@ def add_study_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_study(
-    args: argparse.Namespace, parts: Sequence[Part], report: str, launcher: Launcher | Progress
+    args: argparse.Namespace,
+    parts: Sequence[Part],
+    report: str,
+    launcher: Launcher | Progress,
+    later: Mapping[str, Job] | None = None,
 ) -> int:
-    """Act on the cells of a study as the flags say; ``report``: words of that verb, or empty."""
+    """Act on the cells of a study as the flags say.
+
+    Args:
+        args: parsed arguments of :func:`add_study_flags`.
+        parts: the cells.
+        report: words after ``report`` for these runs, or empty.
+        launcher: see :func:`reproduce.study_of`, as for ``later``.
+    """
     from sparsepretrain.console import Console
     from sparsepretrain.studies import overview, reproduce
 
@@ -99,7 +111,7 @@ def run_study(
         return 0
     parts = reproduce.check(parts, console)
     try:
-        reproduce.run_parts(parts, console, jobs=args.jobs, launcher=launcher)
+        reproduce.run_parts(parts, console, jobs=args.jobs, launcher=launcher, later=later)
     finally:
         if report:
             console.info(f"sparsepretrain report {report}")

@@ -51,8 +51,9 @@ class Reproduce(ConfiguredVerb):
     def run(self, args: argparse.Namespace) -> int:
         from sparsepretrain.config.compose import shell_line
         from sparsepretrain.console import Console
-        from sparsepretrain.studies import multirun, overview, reproduce
+        from sparsepretrain.studies import judged, multirun, overview, reproduce
         from sparsepretrain.studies.cells import Selection, seeds_text
+        from sparsepretrain.studies.launchers import SlurmQueueConf
         from sparsepretrain.studies.plugins import is_hydras
 
         if args.list:
@@ -81,7 +82,8 @@ class Reproduce(ConfiguredVerb):
                 "rows with unfinished tuning runs are left out: repeat the command after them"
             )
         elif tuning:
-            run_study(args, tuning, "", launcher)
+            later = judged.judged_jobs(*given) if isinstance(launcher, SlurmQueueConf) else {}
+            run_study(args, tuning, "", launcher, later)
             parts = reproduce.parts(*given)
             found = [part for part in parts if part.cells and not part.is_tuning]
         return run_study(args, found, report, launcher) if found else 0

@@ -225,7 +225,7 @@ def _set(config: DictConfig, word: str, override: Any) -> Iterator[str]:
 
     key = override.key_or_group
     parent, _, name = key.rpartition(".")
-    node = OmegaConf.select(config, parent) if parent else None
+    node: Any = OmegaConf.select(config, parent) if parent else None
     known = list(node) if OmegaConf.is_dict(node) else []
     # parameters of the search, and what `+` adds, have names of their own
     free = word.startswith("+") or ".params" in key
@@ -272,9 +272,8 @@ def launch(loader: Loader, jobs: Sequence[Sequence[str]]) -> list[JobReturn]:
 
     console = Console()
     found = reproduce.check([loader.part(jobs)], console)
-    runs = [cell.run for cell in found[0].cells]
     parallel = loader.jobs or (loader.sweeper.n_jobs if loader.sweeper else None)
-    with reproduce.study_of(loader.study, runs, console, parallel, loader.launcher) as study:
+    with reproduce.study_of(found, console, parallel, loader.launcher) as study:
         try:
             study.run(reproduce.to_run(found, console))
         finally:

@@ -46,14 +46,15 @@ class StudyCell:
     """Step of the run after which this cell ends early, or None."""
     command: tuple[str, ...] = ()
     """Equivalent words after ``sparsepretrain``; empty: the words of this process."""
-    words: tuple[str, ...] = ()
-    """All overrides of the run."""
     stage_of: tuple[RunDirectory, str] | None = None
     """Run and name of a stage, where its failure is recorded."""
     then: Callable[[], Iterable[StudyCell]] = tuple
     """Cells that follow, requested once this one is finished."""
-    state: Literal["waiting", "running", "finished", "partial", "stopped", "failed"] = "waiting"
-    """``partial``: the run reached ``stop_after``; ``stopped``: a signal ended the run before."""
+    state: Literal[
+        "waiting", "queued", "running", "finished", "partial", "stopped", "cancelled", "failed"
+    ] = "waiting"
+    """``queued``: a job of a cluster waits; ``partial``: the run reached ``stop_after``;
+    ``stopped``: a signal ended the run before; ``cancelled``: a job was ended for good."""
     exit_code: int = 0
     """Exit code of a failed cell; negative signal number if killed."""
     error: str = ""
@@ -62,6 +63,10 @@ class StudyCell:
     """Newest training line of the record."""
     pace: float | None = None
     """Recent seconds per step."""
+    words: tuple[str, ...] = ()
+    """All overrides of the run."""
+    key: str = ""
+    """Name in the list of jobs; empty: the words."""
 
     @cached_property
     def directory(self) -> RunDirectory:
@@ -122,7 +127,9 @@ def _row(cell: StudyCell) -> list[str]:
     """Return the row of a cell in the table."""
     step, loss, flips = (cell.line.get(key) for key in ("step", "loss", "flip_rate"))
     note = ""
-    if cell.state == "failed":
+    if cell.state == "cancelled":
+        note = cell.error
+    elif cell.state == "failed":
         note = f"exit code {cell.exit_code}: {cell.error}"
     elif cell.state == "running" and cell.pace is not None and step is not None:
         note = clock(max(0, cell.end - step) * cell.pace)
@@ -215,7 +222,7 @@ class Progress(contextlib.AbstractContextManager["Progress"], ABC):
     def _table(self) -> tuple[list[list[str]], tuple[str, ...]]:
         shown = self.cells
         if len(shown) > ROWS:
-            shown = [cell for cell in shown if cell.state in ("running", "failed")]
+            shown = [cell for cell in shown if cell.state in ("running", "cancelled", "failed")]
         return [_row(cell) for cell in shown], ("run", "state", "step", "loss", "flip rate", "ETA")
 
     def _title(self) -> str:
@@ -223,7 +230,7 @@ class Progress(contextlib.AbstractContextManager["Progress"], ABC):
         counts = Counter(cell.state for cell in self.cells)
         parts = [f"{counts[state]} {state}" for state in counts]
         paces = [cell.pace for cell in self.cells if cell.pace is not None]
-        open_ = [cell for cell in self.cells if cell.state in ("waiting", "running")]
+        open_ = [cell for cell in self.cells if cell.state in ("waiting", "queued", "running")]
         if paces and open_:
             steps = sum(cell.end - cell.line.get("step", 0) for cell in open_)
             seconds = steps * sum(paces) / len(paces)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from sparsepretrain.config.compose import shell_line
@@ -15,9 +15,11 @@ from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.studies import stages
 from sparsepretrain.studies.cells import Cell, Part, Selection, stage_words
 from sparsepretrain.studies.engine import Study
-from sparsepretrain.studies.launchers import EngineConf, Launcher
+from sparsepretrain.studies.jobs import Job
+from sparsepretrain.studies.launchers import EngineConf, Launcher, LocalQueueConf, SlurmQueueConf
 from sparsepretrain.studies.progress import Progress, StudyCell
 from sparsepretrain.studies.results import selected
+from sparsepretrain.studies.submission import Submission
 from sparsepretrain.studies.tables import Scale, Stage, load_table
 from sparsepretrain.training import plan
 from sparsepretrain.training.derive import check_finetuning
@@ -162,25 +164,54 @@ def to_run(parts: Sequence[Part], console: Console) -> list[StudyCell]:
         for cell in part.cells:
             label = f"{part.name}: {cell.label}" if several else cell.label
             words = _train_words(part, cell)
-            made.append(StudyCell(label, cell.run, part.stop_after, words, words=cell.words))
+            made.append(
+                StudyCell(
+                    label,
+                    cell.run,
+                    part.stop_after,
+                    words,
+                    words=cell.words,
+                    key=job_key(part, cell),
+                )
+            )
             if part.stages:
                 made[-1].then = partial(stages.following, part, cell, label, console)
     return made
 
 
-def study_of(
-    title: str,
-    runs: Iterable[Run],
-    console: Console,
-    jobs: int | None,
-    launcher: Launcher | Progress = HERE,
-) -> Progress:
-    """Return a study of these runs, where ``launcher`` trains them.
+def job_key(part: Part, cell: Cell) -> str:
+    """Return the name of a cell in the list of jobs, the same before its setting is chosen."""
+    words = list(cell.words)
+    if part.scale is not None and not part.is_tuning:
+        tune = part.table.scales[part.scale].tune
+        settings = tune.settings(cell.row) if tune else ()
+        words = [w for w in words if not any(w in setting.split() for setting in settings)]
+    return shell_line(words)
 
-    On this machine ``jobs`` are trained at a time; None: what fits the GPUs, or one.
+
+def study_of(
+    found: Sequence[Part],
+    console: Console,
+    jobs: int | None = None,
+    launcher: Launcher | Progress = HERE,
+    later: Mapping[str, Job] | None = None,
+) -> Progress:
+    """Return a study of checked cells, where ``launcher`` trains them.
+
+    On this machine ``jobs`` are trained at a time; None: what fits the GPUs, or one. ``later``: see
+    :class:`~sparsepretrain.studies.submission.Submission`.
     """
+    title = " + ".join(dict.fromkeys(part.name for part in found))
     if isinstance(launcher, Progress):
         return launcher
+    if isinstance(launcher, SlurmQueueConf | LocalQueueConf):
+        _check_ranks(found)
+        # runs_dir/STUDY/NAME/HASH-sSEED
+        folder = RunDirectory.of(found[0].cells[0].run).path.parents[1]
+        return Submission(title, console, launcher, folder, found, later)
+    runs = [
+        c.run for part in found for c in part.cells if not _end_is_saved(c.run, part.stop_after)
+    ]
     needed = [StudyCell("", run).devices for run in runs]
     devices: list[str] = []
     if most := max(needed, default=0):  # without remaining work torch is not imported
@@ -192,24 +223,33 @@ def study_of(
     return Study(title, console, jobs=jobs or max(1, fitting), devices=devices)
 
 
+def _check_ranks(found: Sequence[Part]) -> None:
+    """Refuse runs of which a job would not know the number of ranks."""
+    for part in found:
+        for cell in part.cells:
+            parallel = cell.run.parallel
+            if parallel.name != "single" and parallel.nproc is None:
+                raise ConfigError(
+                    f"{cell.name}: parallel.nproc: expected the ranks on each node of a job, got "
+                    "null; give parallel.nproc=N"
+                )
+
+
 def run_parts(
     found: Sequence[Part],
     console: Console,
     *,
     jobs: int | None = None,
     launcher: Launcher | Progress = HERE,
+    later: Mapping[str, Job] | None = None,
 ) -> None:
     """Run the remaining work of checked cells, see :func:`study_of`."""
-    runs = [
-        c.run for part in found for c in part.cells if not _end_is_saved(c.run, part.stop_after)
-    ]
-    title = " + ".join(dict.fromkeys(part.name for part in found))
-    with study_of(title, runs, console, jobs, launcher) as study:
+    with study_of(found, console, jobs, launcher, later) as study:
         try:
             study.run(to_run(found, console))
         finally:
             study.show_all()
-        failed = [cell for cell in study.cells if cell.state == "failed"]
+        failed = [cell for cell in study.cells if cell.state in ("failed", "cancelled")]
     if found[0].is_tuning:  # then all parts are; a diverged run is a result, the worst
         failed = [cell for cell in failed if cell.exit_code != DivergedError.exit_code]
     if failed:

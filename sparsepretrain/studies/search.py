@@ -173,6 +173,7 @@ def open_study(conf: OptunaConf, name: str, space: Space) -> optuna.Study:
         ConfigError: the storage cannot be opened, or a sampler refuses its keys.
     """
     import optuna
+    from optuna.storages import journal
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
@@ -180,7 +181,7 @@ def open_study(conf: OptunaConf, name: str, space: Space) -> optuna.Study:
     try:
         if storage is not None and "://" not in storage:
             Path(storage).absolute().parent.mkdir(parents=True, exist_ok=True)
-            backend = optuna.storages.journal.JournalFileBackend(storage)
+            backend = journal.JournalFileBackend(storage)
             storage = optuna.storages.JournalStorage(backend)
         study = optuna.create_study(
             storage=storage,
@@ -258,7 +259,7 @@ def sweep(conf: OptunaConf, words: Sequence[str], launcher: Any, loader: Any) ->
     console = Console()
     total = conf.n_trials
     if conf.sampler.get("name") == "grid":
-        total = min(total, len(study.sampler._all_grids))  # type: ignore[attr-defined]
+        total = min(total, len(getattr(study.sampler, "_all_grids", ())))
     while True:
         trials = study.get_trials(deepcopy=False)
         batch: list[Any] = [t for t in trials if t.state == TrialState.RUNNING][: conf.n_jobs]

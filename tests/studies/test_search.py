@@ -82,7 +82,7 @@ def test_wrong_parameters_are_refused(words, line):
         (["hydra/sweeper/sampler=tep"], "hydra/sweeper/sampler has no option 'tep'"),
         (
             ["hydra.sweeper.sampler.n_startup_trials=x"],
-            "sampler.n_startup_trials must be of type int",
+            "n_startup_trials must be of type int",
         ),
         (["hydra/sweeper/sampler=grid"], "optim.lr: a grid needs values"),
         (["hydra.sweeper.storage=nodb://x"], "hydra.sweeper.storage=nodb://x cannot be opened"),
