@@ -40,7 +40,7 @@ OWN_KEYS = (
     *("timeout_min", "cpus_per_task", "gpus_per_node", "mem_gb", "nodes", "tasks_per_node"),
     *("name", "stderr_to_stdout"),
 )
-"""Keys of every executor of submitit; others have its name as prefix."""
+"""Keys that submitit has for every cluster; others have the prefix ``slurm_``."""
 
 
 class Detached(Stopped):
@@ -123,17 +123,22 @@ class Submission(Progress):
         self._cells = {cell.words: (part, cell) for part in parts for cell in part.cells}
         self._later = dict(later or {})
         self._known: dict[str, JobState] = {}
-        self._waiting: list[StudyCell] = []
+        self._open: list[StudyCell] = []  # with a job that is not over
+        self._waiting: list[StudyCell] = []  # of these, those that wait for others on this machine
+        self._stages: dict[StudyCell, list[StudyCell]] = {}
 
     def run(self, cells: Sequence[StudyCell]) -> None:  # noqa: D102
         self.cells = [*cells]
-        open_ = [cell for cell in cells if not self._is_done(cell)]
         with StopSignals() as signals:
             with self._ledger.open():
-                self._ask(open_)
-                new = [c for c in open_ if not self._is_alive(c) and not self._is_done(c)]
-                for cell in open_:
-                    if cell not in new and cell.state == "waiting":
+                self._open = [cell for cell in cells if not self._is_done(cell)]
+                self._open += [
+                    cell for cell in cells if cell not in self._open and self._left(cell)
+                ]
+                self._ask()
+                new = [cell for cell in self._open if not self._is_alive(self._id(cell))]
+                for cell in self._open:
+                    if cell not in new:
                         cell.state = "queued"
                         self._say(cell, f"job {self._id(cell)} goes on")
                 if self._is_local:
@@ -142,77 +147,82 @@ class Submission(Progress):
                 else:
                     for group in _groups(new):
                         self._submit({_key(cell): self._job(cell) for cell in group}, group[0])
-                        for cell in group:
-                            cell.state = "queued"
-                            self._say(cell, f"{cell.left}, job {self._id(cell)}")
-                    self._submit_later(open_)
-            self._watch(signals, open_)
+                        self._queued(group)
+                    self._submit_later()
+            while self._open and signals.exit_code is None:
+                self._watch()
+                deadline = time.monotonic() + POLL_SECONDS
+                while self._open and signals.exit_code is None and time.monotonic() < deadline:
+                    time.sleep(0.1)
         if signals.exit_code is not None:
-            ids = [self._id(cell) for cell in self.cells if cell.state in ("queued", "running")]
+            ids = [number for cell in self._open if (number := self._id(cell))]
             ids += [number for key in self._later if (number := self._ledger.id(key))]
             if ids:
                 stop = schedulers.stop_command(ids, local=self._is_local)
                 self._console.info(f"detached; to end the jobs: {stop}")
             raise Detached(signals.exit_code)
 
-    def _watch(self, signals: StopSignals, open_: Sequence[StudyCell]) -> None:
-        left = [cell for cell in open_ if cell.state in ("waiting", "queued")]
-        while left and signals.exit_code is None:
-            if self._waiting:
-                with self._ledger.open():
-                    self._start_local()
-            self._ask(left)
-            for cell in left:
-                self._look(cell)
-            left = [cell for cell in left if cell.state in ("waiting", "queued", "running")]
-            self._show()
-            deadline = time.monotonic() + POLL_SECONDS
-            while left and signals.exit_code is None and time.monotonic() < deadline:
-                time.sleep(0.1)
+    def _left(self, cell: StudyCell) -> bool:
+        """Return True if a trained cell has unfinished stages."""
+        self._stages[cell] = self._next(cell)
+        for stage in self._stages[cell]:
+            self._is_done(stage)
+        return any(stage.state == "waiting" for stage in self._stages[cell])
 
-    def _look(self, cell: StudyCell) -> None:
-        """Read the state of a cell from its job and its run directory."""
-        if cell in self._waiting:
-            return
-        state = self._known.get(self._id(cell))
-        if state is not None and state.is_queued:
-            before, cell.state = cell.state, "queued"
+    def _queued(self, cells: Sequence[StudyCell]) -> None:
+        for cell in cells:
+            cell.directory.note_failure("train")  # of an earlier job
+            self._say(cell, f"{cell.left}, job {self._id(cell)}")
+            cell.state = "queued"
+
+    def _watch(self) -> None:
+        """Read the states of all open cells once, and start waiting local ones."""
+        if self._waiting:
+            with self._ledger.open():
+                self._start_local()
+        self._ask()
+        for cell in [cell for cell in self._open if cell not in self._waiting]:
+            state = self._known.get(self._id(cell))
             cell.look()
-            if before == "running":
-                self._say(cell, "queued again; it continues from its checkpoint")
-        elif state is not None and state.is_running:
-            if cell.state != "running":
-                self._say(cell, f"runs as job {self._id(cell)}; {cell.directory.console_log}")
-            cell.state = "running"
-            cell.look()
-        else:
-            self._end(cell, state)
+            if state is not None and state.is_queued:
+                if cell.state == "running":
+                    self._say(cell, "queued again; it continues from its checkpoint")
+                cell.state = "queued"
+            elif state is not None and state.is_running:
+                if cell.state == "queued":
+                    log = cell.directory.console_log
+                    self._say(cell, f"job {self._id(cell)} runs; prints to {log}")
+                    cell.state = "running"
+            else:
+                self._open.remove(cell)
+                self._end(cell, state)
+        self._show()
 
     def _end(self, cell: StudyCell, state: JobState | None) -> None:
-        """Find how a cell ended whose job is over."""
-        cell.look()
+        """Find how a cell and its stages ended whose job is over."""
         failures = cell.directory.failures()
-        if cell.left == cell.goal:
-            cell.state = cell.goal
-            self._say(cell, cell.state)
-            for following in self._next(cell):
-                following.look()
-                name = following.stage_of[1] if following.stage_of else ""
-                if following.left == following.goal:
-                    following.state = following.goal
-                elif name in failures:
-                    entry = failures[name]
-                    self._fail(following, entry["exit_code"], entry["error"], note=False)
-                else:
-                    self._fail(following, 1, self._ending(cell), note=False)
-        elif state is not None and state.name == "CANCELLED":
-            cell.state = "cancelled"
-            cell.error = f"CANCELLED: job {self._id(cell)}, {cell.left}"
-            self._console.warn(f"{cell.label}: {cell.error}; the same command submits it again")
-        elif "train" in failures:
-            self._fail(cell, failures["train"]["exit_code"], failures["train"]["error"], note=False)
-        else:
-            self._fail(cell, 1, self._ending(cell))
+        if cell.left != cell.goal:
+            if state is not None and state.name == "CANCELLED":
+                cell.state = "cancelled"
+                cell.error = f"CANCELLED: job {self._id(cell)}, {cell.left}"
+                self._console.warn(f"{cell.label}: {cell.error}; the same command submits it again")
+            elif entry := failures.get("train"):
+                self._fail(cell, entry["exit_code"], entry["error"], note=False)
+            else:
+                self._fail(cell, 1, self._ending(cell))
+            return
+        cell.state = cell.goal
+        self._say(cell, cell.state)
+        if cell not in self._stages:
+            self._stages[cell] = self._next(cell)
+        for stage in self._stages[cell]:
+            name = stage.stage_of[1] if stage.stage_of else ""
+            if stage.state != "waiting" or self._is_done(stage):
+                continue
+            if entry := failures.get(name):
+                self._fail(stage, entry["exit_code"], entry["error"], note=False)
+            else:
+                self._fail(stage, 1, self._ending(cell), note=False)
 
     def _ending(self, cell: StudyCell) -> str:
         """Return the reason of a job that ended without a word of its run."""
@@ -225,13 +235,13 @@ class Submission(Progress):
     def _id(self, cell: StudyCell) -> str:
         return self._ledger.id(_key(cell))
 
-    def _is_alive(self, cell: StudyCell) -> bool:
-        state = self._known.get(self._id(cell))
+    def _is_alive(self, number: str) -> bool:
+        state = self._known.get(number)
         return state is not None and (state.is_queued or state.is_running)
 
-    def _ask(self, cells: Sequence[StudyCell]) -> None:
-        """Ask for the states of the jobs of cells; keep the last ones if there is no answer."""
-        ids = {self._id(cell) for cell in cells} | {self._ledger.id(key) for key in self._later}
+    def _ask(self) -> None:
+        """Ask for the states of the jobs; keep the last ones if there is no answer."""
+        ids = {self._id(cell) for cell in self._open} | {self._ledger.id(k) for k in self._later}
         ids.discard("")
         if self._is_local:
             self._known = schedulers.local_states(ids)
@@ -268,21 +278,15 @@ class Submission(Progress):
         self._ledger.save()
         return ids
 
-    def _submit_later(self, cells: Sequence[StudyCell]) -> None:
-        """Submit the jobs that wait for the end of those of ``cells``."""
-        known = self._known
-        new = {
-            key: job
-            for key, job in self._later.items()
-            if (state := known.get(self._ledger.id(key))) is None
-            or not (state.is_queued or state.is_running)
-        }
-        awaited = sorted({self._id(cell).partition("_")[0] for cell in cells} - {""})
+    def _submit_later(self) -> None:
+        """Submit the jobs that wait for the end of those of the open cells."""
+        new = {k: job for k, job in self._later.items() if not self._is_alive(self._ledger.id(k))}
+        awaited = sorted({self._id(cell).partition("_")[0] for cell in self._open})
         if new and awaited:
             dependency = {"dependency": f"afterany:{':'.join(awaited)}"}
-            ids = self._submit(new, cells[0], dependency)
-            stop = schedulers.stop_command(ids, local=False).removeprefix("scancel ")
-            self._console.info(f"{len(new)} runs with the chosen settings wait as job {stop}")
+            ids = self._submit(new, self._open[0], dependency)
+            numbers = schedulers.stop_command(ids, local=False).removeprefix("scancel ")
+            self._console.info(f"{len(new)} runs wait for the chosen settings as job {numbers}")
 
     def _start_local(self) -> None:
         """Start as many waiting cells as may run at a time."""
@@ -306,8 +310,7 @@ class Submission(Progress):
             entry["devices"] = free[:gpus]
             self._ledger.save()
             entries.append(entry)
-            cell.state = "queued"
-            self._say(cell, f"{cell.left}, process {entry['id']}")
+            self._queued([cell])
 
 
 def submit(
@@ -333,28 +336,28 @@ def submit(
     """
     import submitit
 
-    cluster = "local" if isinstance(conf, LocalQueueConf) else "slurm"
+    local = isinstance(conf, LocalQueueConf)
     values = {f.name: getattr(conf, f.name) for f in dataclasses.fields(conf)}
     values |= {"name": conf.name or f"sparsepretrain-{name}", "gpus_per_node": gpus or None}
-    options = {
-        key if key in OWN_KEYS else f"{cluster}_{key}": value
-        for key, value in values.items()
-        if value not in (None, {}) and key not in ("submitit_folder", "max_num_timeout")
-    }
-    if cluster == "local":
-        del options["local_array_parallelism"]
-        options |= {"gpus_per_node": gpus, **{f"local_{key}": v for key, v in extra.items()}}
-    else:
-        options["slurm_additional_parameters"] = {
-            **options.get("slurm_additional_parameters", {}),
-            **extra,
-        }
+    del values["submitit_folder"]
+    requeues = values.pop("max_num_timeout")
     try:
         # submitit and sbatch print what they also raise
         with _silent():
-            executor = submitit.AutoExecutor(
-                folder, cluster=cluster, **{f"{cluster}_max_num_timeout": values["max_num_timeout"]}
-            )
+            if local:  # of one node; AutoExecutor knows neither visible_gpus nor signal_delay_s
+                keys = ("timeout_min", "tasks_per_node", "stderr_to_stdout", "signal_delay_s")
+                executor: Any = submitit.LocalExecutor(folder, max_num_timeout=requeues)
+                options = {key: values[key] for key in keys} | {"gpus_per_node": gpus, **extra}
+            else:
+                executor = submitit.AutoExecutor(
+                    folder, cluster="slurm", slurm_max_num_timeout=requeues
+                )
+                values["additional_parameters"] = {**values["additional_parameters"], **extra}
+                options = {
+                    key if key in OWN_KEYS else f"slurm_{key}": value
+                    for key, value in values.items()
+                    if value not in (None, {})
+                }
             executor.update_parameters(**options)
             return [job.job_id for job in executor.submit_array(list(jobs.values()))]
     except (submitit.core.utils.FailedJobError, RuntimeError, ValueError, OSError) as error:
