@@ -1,10 +1,12 @@
 """Cells of ``train -m`` as Slurm jobs: requeued, cancelled, killed, preempted, watched again."""
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -44,7 +46,7 @@ def test_an_array_of_two_cells_of_which_one_diverges(study):
 
 
 def test_two_ranks_save_and_continue_after_the_signal_of_the_time_limit(study):
-    words = ("parallel=ddp", "parallel.nproc=2", "batch.micro=2", "steps=1500", *QUIET)
+    words = ("parallel=ddp", "parallel.nproc=2", "batch.micro=2", "steps=500", *QUIET)
     command = study.start(*words)
     study.trains()
     (job,) = jobs()
@@ -54,7 +56,7 @@ def test_two_ranks_save_and_continue_after_the_signal_of_the_time_limit(study):
     assert "queued again; it continues from its checkpoint" in out, out
     (run,) = steps(study.runs)
     assert "continuing from" in (run / "console.log").read_text()
-    assert_same_run(run, trained_here(study.tiny, *words, end=1500))
+    assert_same_run(run, trained_here(study.tiny, *words, end=500))
 
 
 def test_the_time_limit_saves_and_continues(study):
@@ -89,7 +91,7 @@ def test_scancel_ends_a_cell_for_good_and_the_same_command_submits_it_again(stud
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_jobs_outlive_the_command_and_the_same_one_watches_them(study, number):
-    words = ("steps=2500", "sparsity=ste,sste", *QUIET)
+    words = ("steps=800", "sparsity=ste,sste", *QUIET)
     command = study.start(*words)
     study.trains()
     before = set(jobs())
@@ -112,7 +114,7 @@ def test_two_commands_at_once_submit_each_cell_once(study):
 
 
 def test_a_command_killed_while_it_submits_finds_its_jobs(study):
-    command = study.start("steps=2500", *QUIET)
+    command = study.start("steps=800", *QUIET)
     ledger = study.runs / ".submitit/jobs.json"
     study.trains()
     command.signal(signal.SIGKILL)
@@ -120,7 +122,7 @@ def test_a_command_killed_while_it_submits_finds_its_jobs(study):
     text = re.sub(r',\s*"id": "\d+"', "", ledger.read_text())
     assert '"id"' not in text and text != ledger.read_text()
     ledger.write_text(text)
-    assert "goes on" in study.start("steps=2500", *QUIET).end(0)
+    assert "goes on" in study.start("steps=800", *QUIET).end(0)
     assert len(jobs()) == 1
 
 
@@ -128,14 +130,11 @@ def test_a_job_killed_by_the_kernel_is_a_row_with_its_reason(study):
     command = study.start(*ENDLESS)
     study.trains()
     (job,) = jobs()
-    pids = [n for n in os.listdir("/proc") if n.isdigit()]
-    for pid in pids:
-        try:
-            line = open(f"/proc/{pid}/cmdline").read()
-        except OSError:
-            continue
-        if "submitit.core._submit" in line and "srun" not in line:
-            os.kill(int(pid), signal.SIGKILL)
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            line = file.read_text()
+            if "submitit.core._submit" in line and "srun" not in line:
+                os.kill(int(file.parent.name), signal.SIGKILL)
     out = command.end(1)
     assert f"job {job}: killed by SIGKILL (FAILED)" in out and "1 failed" in out, out
 
