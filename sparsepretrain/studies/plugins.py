@@ -272,7 +272,9 @@ def launch(loader: Loader, jobs: Sequence[Sequence[str]]) -> list[JobReturn]:
 
     console = Console()
     found = reproduce.check([loader.part(jobs)], console)
-    parallel = loader.jobs or (loader.sweeper.n_jobs if loader.sweeper else None)
+    parallel = loader.jobs
+    if loader.sweeper is not None and isinstance(loader.launcher, EngineConf):
+        parallel = parallel or loader.sweeper.n_jobs
     with reproduce.study_of(found, console, parallel, loader.launcher) as study:
         try:
             study.run(reproduce.to_run(found, console))

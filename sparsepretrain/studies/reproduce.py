@@ -205,6 +205,10 @@ def study_of(
     if isinstance(launcher, Progress):
         return launcher
     if isinstance(launcher, SlurmQueueConf | LocalQueueConf):
+        if jobs is not None:
+            raise ConfigError(
+                "--jobs is for this machine: give hydra.launcher.array_parallelism=N for jobs"
+            )
         _check_ranks(found)
         # runs_dir/STUDY/NAME/HASH-sSEED
         folder = RunDirectory.of(found[0].cells[0].run).path.parents[1]

@@ -292,6 +292,9 @@ class Submission(Progress):
         """Start as many waiting cells as may run at a time."""
         ids = {entry["id"] for entry in self._ledger.jobs.values() if "id" in entry}
         running = schedulers.local_states(ids)
+        for cell in [cell for cell in self._waiting if self._id(cell) in running]:
+            self._waiting.remove(cell)  # another command was faster
+            cell.state = "queued"
         entries = [e for e in self._ledger.jobs.values() if e.get("id") in running]
         while self._waiting and len(entries) < self._conf.array_parallelism:
             cell = self._waiting[0]
