@@ -51,10 +51,10 @@ class StudyCell:
     then: Callable[[], Iterable[StudyCell]] = tuple
     """Cells that follow, requested once this one is finished."""
     state: Literal[
-        "waiting", "queued", "running", "finished", "partial", "stopped", "cancelled", "failed"
+        "waiting", "queued", "running", "finished", "partial", "stopped", "canceled", "failed"
     ] = "waiting"
     """``queued``: a job of a cluster waits; ``partial``: the run reached ``stop_after``;
-    ``stopped``: a signal ended the run before; ``cancelled``: a job was ended for good."""
+    ``stopped``: a signal ended the run before; ``canceled``: a job was ended for good."""
     exit_code: int = 0
     """Exit code of a failed cell; negative signal number if killed."""
     error: str = ""
@@ -127,7 +127,7 @@ def _row(cell: StudyCell) -> list[str]:
     """Return the row of a cell in the table."""
     step, loss, flips = (cell.line.get(key) for key in ("step", "loss", "flip_rate"))
     note = ""
-    if cell.state == "cancelled":
+    if cell.state == "canceled":
         note = cell.error
     elif cell.state == "failed":
         note = f"exit code {cell.exit_code}: {cell.error}"
@@ -222,7 +222,7 @@ class Progress(contextlib.AbstractContextManager["Progress"], ABC):
     def _table(self) -> tuple[list[list[str]], tuple[str, ...]]:
         shown = self.cells
         if len(shown) > ROWS:
-            shown = [cell for cell in shown if cell.state in ("running", "cancelled", "failed")]
+            shown = [cell for cell in shown if cell.state in ("running", "canceled", "failed")]
         return [_row(cell) for cell in shown], ("run", "state", "step", "loss", "flip rate", "ETA")
 
     def _title(self) -> str:

@@ -253,7 +253,7 @@ def run_parts(
             study.run(to_run(found, console))
         finally:
             study.show_all()
-        failed = [cell for cell in study.cells if cell.state in ("failed", "cancelled")]
+        failed = [cell for cell in study.cells if cell.state in ("failed", "canceled")]
     if found[0].is_tuning:  # then all parts are; a diverged run is a result, the worst
         failed = [cell for cell in failed if cell.exit_code != DivergedError.exit_code]
     if failed:

@@ -68,7 +68,7 @@ def slurm_ending(number: str) -> str:
 
 
 def slurm_is_running(number: str) -> bool:
-    """Return True for a job that neither ends nor was cancelled, and may thus be requeued."""
+    """Return True for a job that neither ends nor was canceled, and may thus be requeued."""
     shown = _ask("scontrol", "-o", "show", "job", number) or ""
     return "JobState=RUNNING" in shown
 

@@ -203,7 +203,7 @@ class Submission(Progress):
         failures = cell.directory.failures()
         if cell.left != cell.goal:
             if state is not None and state.name == "CANCELLED":
-                cell.state = "cancelled"
+                cell.state = "canceled"
                 cell.error = f"CANCELLED: job {self._id(cell)}, {cell.left}"
                 self._console.warn(f"{cell.label}: {cell.error}; the same command submits it again")
             elif entry := failures.get("train"):

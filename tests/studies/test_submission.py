@@ -108,7 +108,7 @@ def test_jobs_are_watched_until_all_are_over(tiny, monkeypatch, capsys):
     assert "seed 0: " in out and "nothing to do" in out
     assert "run, seed 1: to run, job 10_0" in out and "run, seed 1: queued again" in out
     assert "run, seed 1: CANCELLED: job 10_0, to run" in out
-    assert "job 10_1: NODE_FAIL; see " in out and "x: 1 finished, 1 cancelled, 1 failed" in out
+    assert "job 10_1: NODE_FAIL; see " in out and "x: 1 finished, 1 canceled, 1 failed" in out
 
 
 def test_runs_with_unknown_ranks_or_gpus_are_grouped_or_refused(tiny, monkeypatch, capsys):

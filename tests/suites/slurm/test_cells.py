@@ -1,4 +1,4 @@
-"""Cells of ``train -m`` as Slurm jobs: requeued, cancelled, killed, preempted, watched again."""
+"""Cells of ``train -m`` as Slurm jobs: requeued, canceled, killed, preempted, watched again."""
 
 import contextlib
 import os
@@ -70,7 +70,7 @@ def test_the_time_limit_saves_and_continues(study):
     wait_for(lambda: steps(study.runs)[run] > at + 2)
     ask("scancel", job)
     out = command.end(1)
-    assert "cancelled" in out
+    assert "canceled" in out
     assert_same_run(run, trained_here(study.tiny, *ENDLESS, end=saved(run)))
 
 
@@ -82,7 +82,7 @@ def test_scancel_ends_a_cell_for_good_and_the_same_command_submits_it_again(stud
     out = command.end(1)
     (run,) = steps(study.runs)
     at = saved(run)
-    assert f"CANCELLED: job {job}, from step {at}" in out and "1 cancelled" in out
+    assert f"CANCELLED: job {job}, from step {at}" in out and "1 canceled" in out
     assert facts(job)["JobState"] == "CANCELLED" and facts(job)["Restarts"] == "0"
     out = Command([*study.words(*ENDLESS), "--stop-after", str(at + 2)], study.tiny.root).end(0)
     assert f"from step {at}" in out and "1 partial" in out
@@ -91,7 +91,7 @@ def test_scancel_ends_a_cell_for_good_and_the_same_command_submits_it_again(stud
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_jobs_outlive_the_command_and_the_same_one_watches_them(study, number):
-    words = ("steps=800", "sparsity=ste,sste", *QUIET)
+    words = ("steps=3000", "sparsity=ste,sste", *QUIET)
     command = study.start(*words)
     study.trains()
     before = set(jobs())
@@ -114,7 +114,7 @@ def test_two_commands_at_once_submit_each_cell_once(study):
 
 
 def test_a_command_killed_while_it_submits_finds_its_jobs(study):
-    command = study.start("steps=800", *QUIET)
+    command = study.start("steps=3000", *QUIET)
     ledger = study.runs / ".submitit/jobs.json"
     study.trains()
     command.signal(signal.SIGKILL)
@@ -122,7 +122,7 @@ def test_a_command_killed_while_it_submits_finds_its_jobs(study):
     text = re.sub(r',\s*"id": "\d+"', "", ledger.read_text())
     assert '"id"' not in text and text != ledger.read_text()
     ledger.write_text(text)
-    assert "goes on" in study.start("steps=800", *QUIET).end(0)
+    assert "goes on" in study.start("steps=3000", *QUIET).end(0)
     assert len(jobs()) == 1
 
 

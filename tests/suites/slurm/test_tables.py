@@ -84,12 +84,12 @@ def test_a_table_that_is_left_alone_trains_its_judged_runs(table):
     assert out.count("nothing to do") == 3 and len(jobs()) == 3
 
 
-def test_a_cancelled_tuning_run_leaves_no_judged_run(table):
+def test_a_canceled_tuning_run_leaves_no_judged_run(table):
     table.write(tune={"seeds": [5], "grid": ["optim.lr=1e-3"]})
     command = table.start("--only", "dense", "steps=100000", "checkpoint.every=0")
     wait_for(lambda: max(steps(table.runs).values(), default=0) > 3)
     (tuning,) = [job for job, state in jobs().items() if state == "RUNNING"]
     ask("scancel", tuning)
-    assert "1 cancelled" in command.end(1)
+    assert "1 canceled" in command.end(1)
     wait_for(lambda: set(jobs().values()) <= {"COMPLETED", "CANCELLED"})
     assert table.names() == ["dense--optim.lr_1e-3"]
