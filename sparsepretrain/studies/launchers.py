@@ -24,7 +24,7 @@ class BaseQueueConf:
     """Jobs that outlive the command, submitted with submitit."""
 
     submitit_folder: str | None = None
-    """Directory of scripts, pickled jobs and their output; null: .submitit in that of the study."""
+    """Directory of scripts, pickled jobs and their output; null: runs_dir/.submitit."""
     timeout_min: Annotated[int, "> 0"] = 60
     """Time limit of a job in minutes. A job saves before its limit and continues as a new one."""
     cpus_per_task: Annotated[int | None, "> 0"] = None

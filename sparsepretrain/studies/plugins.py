@@ -31,6 +31,7 @@ from sparsepretrain.studies.child import run_here
 from sparsepretrain.studies.launchers import LAUNCHERS, EngineConf, Launcher, Plugin
 from sparsepretrain.studies.progress import Progress, Stopped, StudyCell
 from sparsepretrain.studies.search import SAMPLERS, OptunaConf
+from sparsepretrain.training.hardware import visible_devices
 from sparsepretrain.training.schedules import resolve_steps
 
 if TYPE_CHECKING:
@@ -274,7 +275,8 @@ def launch(loader: Loader, jobs: Sequence[Sequence[str]]) -> list[JobReturn]:
     found = reproduce.check([loader.part(jobs)], console)
     parallel = loader.jobs
     if loader.sweeper is not None and isinstance(loader.launcher, EngineConf):
-        parallel = parallel or loader.sweeper.n_jobs
+        # on GPUs as many as fit: trials that share one would run out of memory
+        parallel = parallel or (None if visible_devices() else loader.sweeper.n_jobs)
     with reproduce.study_of(found, console, parallel, loader.launcher) as study:
         try:
             study.run(reproduce.to_run(found, console))

@@ -210,9 +210,9 @@ def study_of(
                 "--jobs is for this machine: give hydra.launcher.array_parallelism=N for jobs"
             )
         _check_ranks(found)
-        # runs_dir/STUDY/NAME/HASH-sSEED
-        folder = RunDirectory.of(found[0].cells[0].run).path.parents[1]
-        return Submission(title, console, launcher, folder, found, later)
+        # one list of jobs in runs_dir: a table can be run alone or with others
+        runs_dir = RunDirectory.of(found[0].cells[0].run).path.parents[2]
+        return Submission(title, console, launcher, runs_dir, found, later)
     runs = [
         c.run for part in found for c in part.cells if not _end_is_saved(c.run, part.stop_after)
     ]

@@ -1,8 +1,8 @@
 """Run the cells of a study as jobs of a cluster, or of this machine, that outlive the command.
 
 The same command watches jobs that are still there and submits what has none. Which cell has which
-job is in ``.submitit/jobs.json`` of the study, written before and after a submission: a command
-that was killed between the two is found again by the files of submitit.
+job is in ``.submitit/jobs.json`` of ``runs_dir``, written before and after a submission: the jobs of
+a command that was killed between the two are found again by the files of submitit.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Detached(Stopped):
 
 @dataclass
 class Ledger:
-    """Jobs of the cells of a study, in a file."""
+    """Jobs of the cells in a ``runs_dir``, in a file."""
 
     folder: Path
     """Directory of submitit's files."""
@@ -102,7 +102,7 @@ class Submission(Progress):
         title: see :class:`Progress`.
         console: see :class:`Progress`.
         conf: checked keys of ``hydra.launcher``.
-        folder: directory of the study.
+        runs_dir: directory of all studies, with the list of jobs.
         parts: parts of the study, for the stages of their cells.
         later: key -> job that waits for the end of all jobs of the cells.
     """
@@ -112,14 +112,14 @@ class Submission(Progress):
         title: str,
         console: Console,
         conf: SlurmQueueConf | LocalQueueConf,
-        folder: Path,
+        runs_dir: Path,
         parts: Sequence[Part],
         later: Mapping[str, Job] | None = None,
     ) -> None:
         super().__init__(title, console, jobs=conf.array_parallelism)
         self._conf = conf
         self._is_local = isinstance(conf, LocalQueueConf)
-        self._ledger = Ledger(Path(conf.submitit_folder or folder / ".submitit").absolute())
+        self._ledger = Ledger(Path(conf.submitit_folder or runs_dir / ".submitit").absolute())
         self._cells = {cell.words: (part, cell) for part in parts for cell in part.cells}
         self._later = dict(later or {})
         self._known: dict[str, JobState] = {}

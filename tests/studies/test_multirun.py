@@ -12,6 +12,7 @@ import yaml
 from sparsepretrain import cli
 from sparsepretrain.runs.directory import find_runs
 from sparsepretrain.studies import plugins
+from sparsepretrain.studies.launchers import SlurmQueueConf
 from sparsepretrain.studies.multirun import read_axes, read_command
 from support import ROOT
 
@@ -127,6 +128,13 @@ def test_a_file_of_ones_own_chooses_launcher_and_parameters(tmp_path):
     assert found.launcher.partition == "gpu" and found.launcher.nodes == 3
     assert found.part is not None and len(found.part.cells) == 4
     assert {cell.run.optim.lr for cell in found.part.cells} == {0.001, 0.002}
+
+
+def test_our_launcher_wins_over_an_installed_one_of_the_same_name():
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    found = read_command([SLURM, "hydra.launcher.max_num_timeout=7"])
+    assert isinstance(found.launcher, SlurmQueueConf) and found.launcher.max_num_timeout == 7
+    assert read_command([SLURM]).launcher.max_num_timeout > 0, "the other one has 0"
 
 
 def test_batches_are_shared_by_all_nodes_of_a_run():

@@ -115,7 +115,7 @@ def test_two_commands_at_once_submit_each_cell_once(study):
 
 def test_a_command_killed_while_it_submits_finds_its_jobs(study):
     command = study.start("steps=3000", *QUIET)
-    ledger = study.runs / ".submitit/jobs.json"
+    ledger = study.tiny.root / "runs/.submitit/jobs.json"
     study.trains()
     command.signal(signal.SIGKILL)
     command.end(-9)
