@@ -169,6 +169,8 @@ def read_command(
         errors += error.messages
         errors += _mistakes(own, name, how)
         raise ConfigError(errors) from error
+    if jobs is not None and not isinstance(launcher, EngineConf):
+        errors.append("--jobs is for this machine: give a key of hydra.launcher")
     loader = plugins.Loader(
         inner, name, tuple(config_dirs), stop_after, launcher=launcher, sweeper=sweeper, jobs=jobs
     )

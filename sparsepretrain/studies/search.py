@@ -17,6 +17,7 @@ from sparsepretrain.console import Console, significant
 from sparsepretrain.errors import ConfigError, Problems, SparsePretrainError, needs, one_line
 from sparsepretrain.files import write_atomic
 from sparsepretrain.registry import suggestion
+from sparsepretrain.studies.submission import Refused
 
 if TYPE_CHECKING:
     import optuna
@@ -270,6 +271,8 @@ def sweep(conf: OptunaConf, words: Sequence[str], launcher: Any, loader: Any) ->
         jobs = [[*space.words(t.params), f"name=trial_{t.number}"] for t in batch]
         try:
             results = launcher.launch(jobs, batch[0].number)
+        except Refused:
+            raise
         except ConfigError:  # no later call can train these settings
             for trial in batch:
                 study.tell(trial.number, state=TrialState.FAIL)

@@ -1,8 +1,8 @@
 """Run the cells of a study as jobs of a cluster, or of this machine, that outlive the command.
 
 The same command watches jobs that are still there and submits what has none. Which cell has which
-job is in ``.submitit/jobs.json`` of ``runs_dir``, written before and after a submission: the jobs of
-a command that was killed between the two are found again by the files of submitit.
+job is in ``.submitit/jobs.json`` of ``runs_dir``, written before and after a submission: jobs of a
+command that was killed between the two are found again by the files of submitit.
 """
 
 from __future__ import annotations
@@ -49,6 +49,10 @@ class Detached(Stopped):
     def __init__(self, code: int) -> None:
         super().__init__(code)
         self.args = ("the jobs go on, and the same command watches them again",)
+
+
+class Refused(ConfigError):
+    """Refusal of the scheduler, whatever the jobs are."""
 
 
 @dataclass
@@ -260,7 +264,7 @@ class Submission(Progress):
         """Submit jobs as one array and write them down; return their ids.
 
         Raises:
-            ConfigError: the scheduler refuses them.
+            Refused: the scheduler refuses them.
         """
         folder = self._ledger.folder / uuid.uuid4().hex[:8]
         for index, key in enumerate(jobs):
@@ -268,7 +272,7 @@ class Submission(Progress):
         self._ledger.save()
         try:
             ids = submit(self._conf, folder, self.title, _gpus(self._conf, like), jobs, extra or {})
-        except ConfigError:
+        except Refused:
             for key in jobs:
                 del self._ledger.jobs[key]
             self._ledger.save()
@@ -304,7 +308,7 @@ class Submission(Progress):
             if len(free) < gpus:
                 if not entries:
                     has = f"needs {gpus} GPUs, and this machine has {len(free)}"
-                    raise ConfigError(f"hydra.launcher.gpus_per_node: a job {has}")
+                    raise Refused(f"hydra.launcher.gpus_per_node: a job {has}")
                 return
             self._waiting.pop(0)
             extra = {"visible_gpus": free[:gpus]} if gpus else {}
@@ -335,7 +339,7 @@ def submit(
         extra: further options of sbatch, or of a local executor.
 
     Raises:
-        ConfigError: the scheduler refuses the jobs, or there is none.
+        Refused: the scheduler refuses the jobs, or there is none.
     """
     import submitit
 
@@ -365,7 +369,7 @@ def submit(
             return [job.job_id for job in executor.submit_array(list(jobs.values()))]
     except (submitit.core.utils.FailedJobError, RuntimeError, ValueError, OSError) as error:
         text = one_line(error).removeprefix("sbatch: ").removeprefix("error: ")
-        raise ConfigError(f"hydra.launcher: the jobs cannot be submitted: {text[:300]}") from error
+        raise Refused(f"hydra.launcher: the jobs cannot be submitted: {text[:300]}") from error
 
 
 @contextlib.contextmanager

@@ -73,6 +73,7 @@ SLURM = "hydra/launcher=submitit_slurm"
         ([SLURM, "hydra.launcher.mem_gb=a"], ["hydra.launcher.mem_gb must be a number or null"]),
         (["hydra/launcher=joblib", "hydra.launcher.n_jobs=a"], ["hydra.launcher.n_jobs: Value"]),
         (["hydra/sweeper=optuna"], ["hydra/sweeper=optuna needs a searched key"]),
+        ([SLURM, "--jobs", "2"], ["--jobs is for this machine"]),
         (["optim.lr=0.1,0.2", "--cfg", "job"], ["--cfg prints one configuration"]),
     ],
 )  # fmt: skip
