@@ -145,8 +145,10 @@ def test_a_preempted_job_continues(study):
     (job,) = jobs()
     both = ["--partition=high", "--nodes=2", "--exclusive", "--wrap", "sleep 3"]
     ask("sbatch", "--parsable", "--output=/dev/null", *both)
-    wait_for(lambda: facts(job).get("Restarts") == "1")
     (run,) = steps(study.runs)
+    # Slurm counts the restart at once, while the run still saves
+    wait_for(lambda: "continuing from" in (run / "console.log").read_text())
+    assert facts(job)["Restarts"] == "1"
     at = saved(run)
     wait_for(lambda: steps(study.runs)[run] > at + 2)
     ask("scancel", job)
