@@ -45,7 +45,7 @@ def table(cluster, tiny):
 def test_stages_follow_in_the_job_of_their_run(table):
     table.write(stages=[{"name": "all", "evaluate": "validation"}])
     out = table.start().end(0)
-    assert len(jobs()) == 2 and "small: 4 finished" in out and "STE, seed 7, all" in out
+    assert len(jobs()) == 2 and "small: 4 finished" in out and "STE, seed 0, all" in out
     assert table.start().end(0).count("nothing to do") == 4
     assert len(jobs()) == 2, "nothing is submitted again"
     for run in steps(table.runs):  # a stage that is left alone gets a job
@@ -66,7 +66,7 @@ def test_judged_runs_wait_for_the_tuning_runs(table):
     out = command.end(0)
     assert "1 runs wait for the chosen settings as job" in out
     assert "exit code 5: diverged" in out, "the worst setting, and no failure of the table"
-    assert f"dense, seed 7: job {judged} goes on" in out or "nothing to do" in out
+    assert f"dense, seed 0: job {judged} goes on" in out or "nothing to do" in out
     assert table.names() == ["dense", "dense--optim.lr_1e-3", "dense--optim.lr_1e30"]
     assert len(jobs()) == 3, "the judged run was submitted once"
 
