@@ -15,7 +15,7 @@ MINUTES ?= 20
 TEST := OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(BIN)/python -m pytest
 
 .PHONY: train test lint test-fast test-explore test-triton test-kernels-offline test-without-gpu test-versions test-hosts \
-	test-fault test-dist test-slow rehearse-gpu reliability golden bench docs clean
+	test-fault test-dist test-slow test-slurm rehearse-gpu reliability golden bench docs clean
 
 train: $(INSTALLED)
 	$(BIN)/sparsepretrain train $(ARGS)
@@ -25,12 +25,12 @@ test: lint test-fast test-triton test-kernels-offline test-without-gpu
 lint: $(DEV)
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --quiet --check .
-	$(BIN)/codespell sparsepretrain tests configs docs scripts benchmarks *.md
+	$(BIN)/codespell sparsepretrain hydra_plugins tests configs docs scripts benchmarks *.md
 	$(BIN)/mypy --no-error-summary
 	@out=$$($(BIN)/lint-imports 2>&1) || { echo "$$out"; exit 1; }
 
 test-fast: $(DEV)
-	$(TEST) -n 2 -m "not fault and not slow and not dist and not hosts"
+	$(TEST) -n 2 -m "not fault and not slow and not dist and not hosts and not slurm"
 
 # the Triton kernels in its interpreter, which cannot share a process with other uses of Triton:
 # their own tests, then the golden vectors and nasty blocks of the references (without the test that
@@ -72,6 +72,10 @@ test-fault: $(DEV)
 # several processes on the CPU (gloo), and what happens when one of them fails
 test-dist: $(DEV)
 	$(TEST) -m dist
+
+# a real Slurm on this machine, in namespaces of its own (root; Debian's slurm-wlm and munge)
+test-slurm: $(DEV)
+	PYTHON=$(BIN)/python scripts/test_slurm.sh
 
 test-slow: $(DEV)
 	$(TEST) -m slow

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import argparse
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparsepretrain.errors import SparsePretrainError
+
+if TYPE_CHECKING:
+    from sparsepretrain.studies.cells import Part
+    from sparsepretrain.studies.jobs import Job
+    from sparsepretrain.studies.launchers import Launcher
+    from sparsepretrain.studies.progress import Progress
 
 
 class UsageError(SparsePretrainError):
@@ -67,6 +73,49 @@ def add_config_dir(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="your own YAML files, laid out like configs/; may be repeated",
     )
+
+
+def add_study_flags(parser: argparse._ActionsContainer) -> None:
+    """Add ``--jobs`` and ``--commands``, the flags of several runs."""
+    text = "cells at a time; on the CPU they share its threads; default: one per GPU, or 1"
+    parser.add_argument("--jobs", type=integer_from(1), metavar="N", help=text)
+    text = "print a shell line per cell, for any scheduler, and stop"
+    parser.add_argument("--commands", action="store_true", help=text)
+
+
+def run_study(
+    args: argparse.Namespace,
+    parts: Sequence[Part],
+    report: str,
+    launcher: Launcher | Progress,
+    later: Mapping[str, Job] | None = None,
+) -> int:
+    """Act on the cells of a study as the flags say.
+
+    Args:
+        args: parsed arguments of :func:`add_study_flags`.
+        parts: the cells.
+        report: words after ``report`` for these runs, or empty.
+        launcher: see :func:`reproduce.study_of`, as for ``later``.
+    """
+    from sparsepretrain.console import Console
+    from sparsepretrain.studies import overview, reproduce
+
+    console = Console()
+    if args.dry_run:
+        overview.show_plan(reproduce.check(parts, console, prepared=False), console)
+        return 0
+    # commands may be for another machine: no check, only lines are printed
+    if args.commands:
+        print(*reproduce.commands(parts), sep="\n")
+        return 0
+    parts = reproduce.check(parts, console)
+    try:
+        reproduce.run_parts(parts, console, jobs=args.jobs, launcher=launcher, later=later)
+    finally:
+        if report:
+            console.info(f"sparsepretrain report {report}")
+    return 0
 
 
 def read_settings(settings: type, words: Sequence[str], *, others: list[str] | None = None) -> Any:

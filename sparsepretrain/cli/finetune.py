@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from sparsepretrain.cli._verb import UsageError
-from sparsepretrain.cli.train import Train
+from sparsepretrain.cli.train import RunVerb
 from sparsepretrain.registry import register
 
 EXAMPLES = """\
@@ -19,7 +19,7 @@ examples:
 
 
 @register("verb", "finetune")
-class Finetune(Train):
+class Finetune(RunVerb):
     summary = "fine-tune a run or a Hugging Face checkpoint on task=…"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:

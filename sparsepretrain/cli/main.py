@@ -35,6 +35,7 @@ examples:
   sparsepretrain train                                     gpt2_nano with S-STE: offline, minutes
   sparsepretrain train sparsity=srste sparsity.decay=1e-4 seed=1
   sparsepretrain train model=gpt2_124m sparsity=sste --dry-run
+  sparsepretrain train -m sparsity=ste,sste seed=0,1       several runs, here or on a cluster
   sparsepretrain train --config-dir my_configs plugins=[my_method.py] sparsity=mine
   sparsepretrain --help plugins=[my_verb.py]                your own verb
 exit codes:
@@ -42,7 +43,7 @@ exit codes:
   5 diverged, 130 interrupted, 143 preempted after a save
 """
 
-ORDER = ("train", "finetune", "eval", "export", "reproduce", "sweep", "report", "prepare")
+ORDER = ("train", "finetune", "eval", "export", "reproduce", "report", "prepare")
 """Verbs in the order in which people need them; others follow by name."""
 
 WORKER = "__worker"
@@ -62,7 +63,7 @@ class Parser(argparse.ArgumentParser):
         for word in argv:
             flag = word.partition("=")[0]
             if word in ("-m", "--multirun") and word not in flags:
-                raise UsageError(f"{word!r}: `sparsepretrain sweep KEY=A,B` trains several runs")
+                raise UsageError(f"{word!r}: `sparsepretrain train -m KEY=A,B` trains several runs")
             if word.startswith("--") and flag != "--" and flag not in flags:
                 raise UsageError(f"unknown flag {flag!r}{registry.suggestion(flag, flags)}")
         return self.parse_intermixed_args(argv)

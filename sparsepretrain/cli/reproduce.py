@@ -1,16 +1,18 @@
-"""Verb ``reproduce``: run a table of a paper; and the base class shared with ``sweep``."""
+"""Verb ``reproduce``: run a table of a paper."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from sparsepretrain.cli._verb import ConfiguredVerb, UsageError, integer_from, seeds
+from sparsepretrain.cli._verb import (
+    ConfiguredVerb,
+    UsageError,
+    add_study_flags,
+    integer_from,
+    run_study,
+    seeds,
+)
 from sparsepretrain.registry import register
-
-if TYPE_CHECKING:
-    from sparsepretrain.studies.cells import Part
 
 DESCRIPTION = """\
 Run a table of a paper: every cell with every seed, each an ordinary run in
@@ -19,54 +21,24 @@ with the table's seeds. All cells are checked before the first one starts. Finis
 skipped, partial ones continue. A failed run stays as a row while the other runs continue; the exit
 code is then 1, and the next call tries it again. Runs print to console.log in their directories,
 one at a time on each GPU; a run with parallel.nproc=K takes K GPUs. Ctrl-C ends cleanly, and the
-same command continues. Overrides apply to all cells.
+same command continues. Overrides apply to all cells. hydra/launcher=submitit_slurm trains them as
+jobs of a cluster, which outlive the command.
 """
 
 
-class StudyVerb(ConfiguredVerb):
-    """Verb that runs several cells."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        super().add_arguments(parser)
-        text = "cells at a time; on the CPU they share its threads; default: one per GPU, or 1"
-        parser.add_argument("--jobs", type=integer_from(1), metavar="N", help=text)
-        text = "end every run after N steps; the same command without it continues"
-        parser.add_argument("--stop-after", type=integer_from(1), metavar="N", help=text)
-        text = "print the cells with remaining work and costs, and stop"
-        parser.add_argument("--dry-run", action="store_true", help=text)
-        text = "print a shell line per cell, for any scheduler, and stop"
-        parser.add_argument("--commands", action="store_true", help=text)
-
-    def start(self, args: argparse.Namespace, parts: Sequence[Part], report: str) -> int:
-        """Act on the cells as the flags say; ``report``: words after ``report``, or empty."""
-        from sparsepretrain.console import Console
-        from sparsepretrain.studies import overview, reproduce
-
-        console = Console()
-        if args.dry_run:
-            overview.show_plan(reproduce.check(parts, console, prepared=False), console)
-            return 0
-        # commands may be for another machine: no check, only lines are printed
-        if args.commands:
-            print(*reproduce.commands(parts), sep="\n")
-            return 0
-        parts = reproduce.check(parts, console)
-        try:
-            reproduce.run_parts(parts, console, jobs=args.jobs)
-        finally:
-            if report:
-                console.info(f"sparsepretrain report {report}")
-        return 0
-
-
 @register("verb", "reproduce")
-class Reproduce(StudyVerb):
+class Reproduce(ConfiguredVerb):
     summary = "run a table of a paper, all cells and seeds, or list the tables"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.description = DESCRIPTION
         parser.add_argument("table", nargs="?", metavar="TABLE", help="a file of configs/table")
         super().add_arguments(parser)
+        add_study_flags(parser)
+        text = "end every run after N steps; the same command without it continues"
+        parser.add_argument("--stop-after", type=integer_from(1), metavar="N", help=text)
+        text = "print the cells with remaining work and costs, and stop"
+        parser.add_argument("--dry-run", action="store_true", help=text)
         text = "paper: as published; nano: small runs on the CPU; default: nano where there is one"
         parser.add_argument("--scale", choices=["paper", "nano"], help=text)
         text = "number of seeds (5), a range (101..105) or a list (3,7,11); default: the table's"
@@ -79,15 +51,21 @@ class Reproduce(StudyVerb):
     def run(self, args: argparse.Namespace) -> int:
         from sparsepretrain.config.compose import shell_line
         from sparsepretrain.console import Console
-        from sparsepretrain.studies import overview, reproduce
+        from sparsepretrain.studies import judged, multirun, overview, reproduce
         from sparsepretrain.studies.cells import Selection, seeds_text
+        from sparsepretrain.studies.launchers import SlurmQueueConf
+        from sparsepretrain.studies.plugins import is_hydras
 
         if args.list:
             overview.show_tables(args.config_dir, Console())
             return 0
         if args.table is None or "=" in args.table:
             raise UsageError("the table comes first: `sparsepretrain reproduce --list` shows them")
-        asked = Selection(args.seeds, args.only, args.overrides, args.config_dir)
+        hydras = [word for word in args.overrides if is_hydras(word)]
+        overrides = [word for word in args.overrides if not is_hydras(word)]
+        launcher = multirun.launcher_of_table(hydras, args.table, args.config_dir)
+        nodes = getattr(launcher, "nodes", 1)
+        asked = Selection(args.seeds, args.only, overrides, args.config_dir, nodes)
         given = (args.table, args.scale, asked, args.stop_after)
         found = reproduce.parts(*given)
         for part in found:
@@ -97,14 +75,15 @@ class Reproduce(StudyVerb):
         words = [args.table, *(["--scale", args.scale] if args.scale else [])]
         words += ["--seeds", seeds_text(args.seeds)] if args.seeds else []
         words += [word for d in args.config_dir for word in ("--config-dir", str(d))]
-        report = shell_line([*words, *args.overrides])
+        report = shell_line([*words, *overrides])
         tuning = [part for part in found if part.is_tuning]
         if tuning and (args.dry_run or args.commands):
             Console().warn(
                 "rows with unfinished tuning runs are left out: repeat the command after them"
             )
         elif tuning:
-            self.start(args, tuning, "")
+            later = judged.judged_jobs(*given) if isinstance(launcher, SlurmQueueConf) else {}
+            run_study(args, tuning, "", launcher, later)
             parts = reproduce.parts(*given)
             found = [part for part in parts if part.cells and not part.is_tuning]
-        return self.start(args, found, report) if found else 0
+        return run_study(args, found, report, launcher) if found else 0

@@ -1,4 +1,4 @@
-"""Verb ``train``: print, plan or train a run."""
+"""Verb ``train``: print, plan or train a run, or several with ``-m``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sparsepretrain.cli._verb import ConfiguredVerb, integer_from
+from sparsepretrain.cli._verb import (
+    ConfiguredVerb,
+    UsageError,
+    add_study_flags,
+    integer_from,
+    run_study,
+)
 from sparsepretrain.processes import rank
 from sparsepretrain.registry import register
 
@@ -18,19 +24,20 @@ EXAMPLES = """\
 examples:
   sparsepretrain train sparsity=sste sparsity.gamma=0.2
   sparsepretrain train model=gpt2_124m sparsity=srste optim.lr=1e-4 --dry-run
+  sparsepretrain train -m sparsity=ste,sste seed=0,1 name=pair      four runs in runs/pair
+  sparsepretrain train -m seed=0,1,2 hydra/launcher=submitit_slurm hydra.launcher.partition=gpu
+  sparsepretrain train -m 'optim.lr=tag(log,interval(1e-4,1e-2))' hydra/sweeper=optuna
 
 `sparsepretrain configs` lists groups and options; `sparsepretrain configs sparsity=sste` prints the
 keys of an option with comments.
 """
 
 
-@register("verb", "train")
-class Train(ConfiguredVerb):
-    summary = "train a model; model=… is a paper's recipe, every key can be overridden"
+class RunVerb(ConfiguredVerb):
+    """Verb that trains a run."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         super().add_arguments(parser)
-        parser.epilog = EXAMPLES
         parser.formatter_class = argparse.RawDescriptionHelpFormatter
         text = "print the resolved configuration and stop"
         parser.add_argument("--cfg", choices=["job"], help=text)
@@ -38,14 +45,6 @@ class Train(ConfiguredVerb):
         parser.add_argument("--dry-run", action="store_true", help=text)
         text = "end after N steps; the same command without it continues"
         parser.add_argument("--stop-after", type=integer_from(1), metavar="N", help=text)
-
-    def run(self, args: argparse.Namespace) -> int:
-        from sparsepretrain.config.compose import read
-        from sparsepretrain.config.validate import load_parsed
-
-        parsed = read(args.overrides, args.config_dir)
-        run = load_parsed(parsed)
-        return self.start(args, run, parsed.notes)
 
     def start(self, args: argparse.Namespace, run: Run, notes: Sequence[str] = ()) -> int:
         """Act on a checked run as the flags say, after printing ``notes``."""
@@ -81,6 +80,48 @@ class Train(ConfiguredVerb):
         if code == 0 and rank() == 0:
             illustrate(directory)
         return code
+
+
+@register("verb", "train")
+class Train(RunVerb):
+    summary = "train a model; model=… is a paper's recipe, every key can be overridden; -m: several"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        super().add_arguments(parser)
+        parser.epilog = EXAMPLES
+        group = parser.add_argument_group("several runs")
+        text = "train every combination of values KEY=A,B; name= names the directory of the runs"
+        group.add_argument("-m", "--multirun", action="store_true", help=text)
+        add_study_flags(group)
+
+    def run(self, args: argparse.Namespace) -> int:
+        if args.multirun:
+            return self.run_several(args)
+        if args.jobs or args.commands:
+            flag = "--jobs" if args.jobs else "--commands"
+            raise UsageError(f"{flag} is for several runs: add -m, or leave it out")
+        from sparsepretrain.config.compose import read
+        from sparsepretrain.config.validate import load_parsed
+
+        parsed = read(args.overrides, args.config_dir)
+        run = load_parsed(parsed)
+        return self.start(args, run, parsed.notes)
+
+    def run_several(self, args: argparse.Namespace) -> int:
+        """Train all combinations of values, or the trials of a search."""
+        if args.cfg:
+            raise UsageError("--cfg prints one configuration: leave -m out")
+        from sparsepretrain.config.compose import shell_line
+        from sparsepretrain.studies import multirun
+
+        found = multirun.read_command(args.overrides, args.config_dir, args.stop_after, args.jobs)
+        if found.part is not None:
+            report = shell_line([found.part.cells[0].run.runs_dir])
+            return run_study(args, [found.part], report, found.study())
+        if args.dry_run or args.commands:
+            raise UsageError("a search chooses its runs one after the other: they cannot be listed")
+        found.sweep()
+        return 0
 
 
 def illustrate(directory: RunDirectory) -> None:

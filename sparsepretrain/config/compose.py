@@ -7,6 +7,7 @@ Group choices are checked before Hydra sees them. All other overrides are set as
 from __future__ import annotations
 
 import math
+import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ from sparsepretrain.config.freeze import flat, from_yaml
 from sparsepretrain.config.places import catalog, search_path
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError, one_line
+from sparsepretrain.processes import started
 from sparsepretrain.registry import choices, suggestion
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class Overrides:
     blocks: dict[str, dict[str, Any]] = field(default_factory=dict)
     # values from the file of a model and a method, with their source
     notes: list[str] = field(default_factory=list)
+    nodes: int = 1  # machines with parallel.nproc ranks each
 
 
 def compose(overrides: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> dict[str, Any]:
@@ -81,15 +84,13 @@ def read(overrides: Iterable[str] = (), config_dirs: Sequence[Path] = ()) -> Ove
         key = override.key_or_group
         if not key:
             problem = f"override {text!r} has no key; write key=value"
-        elif (
-            override.type == OverrideType.DEL
-            or override.package is not None
-            or key.split(".")[0] == "hydra"
-        ):
-            problem = f"{text!r}: Hydra's own syntax and settings are not supported; leave it out"
+        elif key.replace("/", ".").split(".")[0] == "hydra":
+            problem = f"{text!r} is for several runs: `sparsepretrain train -m`; leave it out"
+        elif override.type == OverrideType.DEL or override.package is not None:
+            problem = f"{text!r}: this syntax of Hydra is not supported; leave it out"
         elif override.is_sweep_override():
             problem = (
-                f"{text!r} asks for several runs: `sparsepretrain sweep` trains them; give one "
+                f"{text!r} asks for several runs: `sparsepretrain train -m` trains them; give one "
                 f"value here (lists: {key}=[a,b])"
             )
         elif key in groups:
@@ -125,6 +126,7 @@ def build(parsed: Overrides) -> tuple[dict[str, Any], dict[str, str]]:
     with _composing(parsed) as search:
         composed = hydra.compose(PRIMARY, [*overrides, search], return_hydra_config=True)
         choices = dict(composed.hydra.runtime.choices)
+        _refuse_late(choices, composed.hydra)
         with open_dict(composed):
             del composed["hydra"]
         typed = {key for key, _ in parsed.values}
@@ -138,9 +140,24 @@ def build(parsed: Overrides) -> tuple[dict[str, Any], dict[str, str]]:
         plain["experiment"] = choices.get("experiment")
     parsed.notes = _pair_notes(parsed, f"_{choices['model']}_{choices['sparsity']}.yaml", plain)
     if "batch.micro" not in typed:
-        parsed.notes += _share_batch(plain)
+        parsed.notes += _share_batch(plain, parsed.nodes)
     chosen = {group: option for group, option in choices.items() if "hydra/" not in group}
     return dict.fromkeys(f.name for f in fields(Run) if f.name in plain) | plain, chosen
+
+
+def _refuse_late(choices: dict[str, Any], node: Any) -> None:
+    """Refuse a launcher or sweeper that a file of the run's configuration chooses."""
+    for group in ("hydra/launcher", "hydra/sweeper"):
+        if choices[group] != "basic":
+            raise ConfigError(
+                f"{group}={choices[group]} in a file comes too late, after the runs are known: "
+                "type it after `sparsepretrain train -m`"
+            )
+    if node.sweeper.get("params"):
+        raise ConfigError(
+            "hydra.sweeper.params in a file comes too late, after the runs are known: write a file "
+            "hydra/sweeper/NAME.yaml and type hydra/sweeper=NAME after `sparsepretrain train -m`"
+        )
 
 
 def _pair_notes(parsed: Overrides, name: str, plain: Any) -> list[str]:
@@ -159,13 +176,18 @@ def _pair_notes(parsed: Overrides, name: str, plain: Any) -> list[str]:
     ]
 
 
-def _share_batch(plain: Any) -> list[str]:
+def _share_batch(plain: Any, nodes: int) -> list[str]:
     """Lower the recipe's batch.micro until the processes can share the batch; say so in a note."""
     match plain:
         case {
             "batch": {"size": int(size), "micro": int(micro)},
-            "parallel": {"nproc": int(processes)},
-        } if micro > 0 and processes > 1 and size % processes == 0:
+            "parallel": {"name": str(name), "nproc": int() | None as per_node},
+        }:
+            processes = nodes * (per_node or 1) if name != "single" else 1
+            if name != "single" and started():  # torchrun counts: a template gives it no nproc
+                processes = int(os.environ["WORLD_SIZE"])
+            if micro <= 0 or processes <= 1 or size % processes:
+                return []
             fitting = math.gcd(micro, size // processes)
             plain["batch"]["micro"] = fitting
             if fitting < micro:

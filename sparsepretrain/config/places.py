@@ -62,7 +62,7 @@ def catalog(config_dirs: Sequence[Path] = ()) -> dict[str, dict[str, Path]]:
     for directory in search_path(config_dirs):
         for name in _files(directory):
             group, _, option = name.partition("/")
-            if option and group != TABLES:
+            if option and group not in (TABLES, "hydra"):  # launchers and sweepers of `train -m`
                 groups.setdefault(group, {})[option] = directory
     presets = shipped() / PRESETS
     return {

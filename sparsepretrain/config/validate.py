@@ -16,9 +16,14 @@ from sparsepretrain.config.strict import walk
 from sparsepretrain.errors import ConfigError
 
 
-def load(overrides: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> Run:
-    """Compose (see :func:`compose.compose`) and check, reporting all errors together."""
-    return load_parsed(read(overrides, config_dirs))
+def load(overrides: Sequence[str] = (), config_dirs: Sequence[Path] = (), *, nodes: int = 1) -> Run:
+    """Compose (see :func:`compose.compose`) and check, reporting all errors together.
+
+    ``nodes`` is the number of machines that the run will have.
+    """
+    parsed = read(overrides, config_dirs)
+    parsed.nodes = nodes
+    return load_parsed(parsed)
 
 
 def load_parsed(parsed: Overrides) -> Run:

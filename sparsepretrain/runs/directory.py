@@ -86,7 +86,7 @@ class RunDirectory:
     console_log = _Entry("console.log")
     """Console output of a run started by another process."""
     status_file = _Entry("status.json")
-    """``exit_code`` of a distributed run, since torchrun maps all errors to 1."""
+    """``exit_code`` of a run under torchrun, which maps all errors to 1."""
     failures_file = _Entry("failed.json")
     """See :meth:`failures`."""
     lock_file = _Entry(".lock")

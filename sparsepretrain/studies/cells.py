@@ -73,12 +73,12 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Selected runs of a table or a sweep."""
+    """Selected runs of a table, or runs of a `train -m`."""
 
     name: str
     table: Table
     scale: Scale | None
-    """None: a sweep, or a table that a script of ``benchmarks/`` measures."""
+    """None: a `train -m`, or a table that a script of ``benchmarks/`` measures."""
     cells: list[Cell]
     stop_after: int | None = None
     """Step after which every run ends early, or None."""
@@ -107,6 +107,8 @@ class Selection:
     """Further overrides of all cells, with the highest precedence."""
     config_dirs: Sequence[Path] = ()
     """See :func:`validate.load`."""
+    nodes: int = 1
+    """Machines of a run."""
 
 
 def cells(
@@ -142,7 +144,7 @@ def cells(
             f"seeds: expected seeds that tune no row of {name}, got {both}. "
             "Choose others with --seeds"
         )
-    return grid(name, wanted, seeds, asked.config_dirs)
+    return grid(name, wanted, seeds, asked.config_dirs, nodes=asked.nodes)
 
 
 def tuning_cells(
@@ -163,7 +165,7 @@ def tuning_cells(
     keys = {word.partition("=")[0] for _, setting in tried for word in setting.split()}
     if tuned := [word for word in asked.overrides if word.lstrip("+").partition("=")[0] in keys]:
         raise ConfigError(f"{tuned[0]}: {name} tunes this key itself, leave it out")
-    return grid(name, tried, tune.seeds, asked.config_dirs)
+    return grid(name, tried, tune.seeds, asked.config_dirs, nodes=asked.nodes)
 
 
 def cell_overrides(
@@ -218,6 +220,8 @@ def grid(
     wanted: Mapping[tuple[str, str], Sequence[str]],
     seeds: Sequence[int],
     config_dirs: Sequence[Path] = (),
+    *,
+    nodes: int = 1,
 ) -> list[Cell]:
     """Return the runs of every (row, column) -> overrides with every seed, see :func:`cells`."""
     cells: list[Cell] = []
@@ -228,7 +232,7 @@ def grid(
             cell_directory = "--".join(slug(part) for part in (row, column) if part)
             shared = [w for w in overrides if w.lstrip("+").partition("=")[0] != "runs_dir"]
             words = [*shared, word("runs_dir", f"{base}/{name}"), word("name", cell_directory)]
-            run = load(words, config_dirs)
+            run = load(words, config_dirs, nodes=nodes)
         except ConfigError as error:
             for message in error.messages:
                 errors.setdefault(message, []).append(cell_name(row, column))

@@ -10,7 +10,7 @@ from sparsepretrain.config.schema import Run
 from sparsepretrain.console import Console
 from sparsepretrain.errors import ConfigError, SparsePretrainError
 from sparsepretrain.studies.cells import Part
-from sparsepretrain.studies.engine import StudyCell
+from sparsepretrain.studies.progress import StudyCell
 from sparsepretrain.studies.reproduce import to_run
 from sparsepretrain.studies.tables import load_table, names
 from sparsepretrain.tasks import build_task
@@ -21,7 +21,7 @@ from sparsepretrain.training.world import World
 
 
 def show_plan(parts: Sequence[Part], console: Console) -> None:
-    """Print the cells of tables or a sweep with remaining work and costs."""
+    """Print the cells of tables or of a `train -m` with remaining work and costs."""
     cells = to_run(parts, console)
     title = " + ".join(part.name for part in parts)
     console.loading(title)

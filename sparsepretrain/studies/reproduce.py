@@ -1,9 +1,9 @@
-"""Check and run the cells of a paper's table or of a sweep."""
+"""Check and run the cells of a paper's table or of `train -m`."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from sparsepretrain.config.compose import shell_line
@@ -12,15 +12,22 @@ from sparsepretrain.console import Console
 from sparsepretrain.errors import ConfigError, DataError, DivergedError, SparsePretrainError, needs
 from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.directory import RunDirectory
-from sparsepretrain.studies import engine, stages
+from sparsepretrain.studies import stages
 from sparsepretrain.studies.cells import Cell, Part, Selection, stage_words
 from sparsepretrain.studies.engine import Study
+from sparsepretrain.studies.jobs import Job
+from sparsepretrain.studies.launchers import EngineConf, Launcher, LocalQueueConf, SlurmQueueConf
+from sparsepretrain.studies.progress import Progress, StudyCell
 from sparsepretrain.studies.results import selected
+from sparsepretrain.studies.submission import Submission
 from sparsepretrain.studies.tables import Scale, Stage, load_table
 from sparsepretrain.training import plan
 from sparsepretrain.training.derive import check_finetuning
 from sparsepretrain.training.hardware import visible_devices
 from sparsepretrain.training.schedules import resolve_steps
+
+HERE = EngineConf()
+"""Launcher of cells as child processes."""
 
 
 def parts(name: str, scale: Scale | None, asked: Selection, stop_after: int | None) -> list[Part]:
@@ -149,7 +156,7 @@ def _train_words(part: Part, cell: Cell) -> tuple[str, ...]:
     return ("train", *flags, *cell.words)
 
 
-def to_run(parts: Sequence[Part], console: Console) -> list[engine.StudyCell]:
+def to_run(parts: Sequence[Part], console: Console) -> list[StudyCell]:
     """Return the cells of a study, seed by seed, each followed by its stages."""
     several = len({part.name for part in parts}) > 1
     made = []
@@ -157,15 +164,59 @@ def to_run(parts: Sequence[Part], console: Console) -> list[engine.StudyCell]:
         for cell in part.cells:
             label = f"{part.name}: {cell.label}" if several else cell.label
             words = _train_words(part, cell)
-            made.append(engine.StudyCell(label, cell.run, part.stop_after, words))
+            made.append(
+                StudyCell(
+                    label,
+                    cell.run,
+                    part.stop_after,
+                    words,
+                    words=cell.words,
+                    key=job_key(part, cell),
+                )
+            )
             if part.stages:
                 made[-1].then = partial(stages.following, part, cell, label, console)
     return made
 
 
-def study_of(title: str, runs: Iterable[Run], console: Console, jobs: int | None) -> Study:
-    """Return a study of these runs with ``jobs`` at a time; None: what fits the GPUs, or one."""
-    needed = [engine.StudyCell("", run).devices for run in runs]
+def job_key(part: Part, cell: Cell) -> str:
+    """Return the name of a cell in the list of jobs, the same before its setting is chosen."""
+    words = list(cell.words)
+    if part.scale is not None and not part.is_tuning:
+        tune = part.table.scales[part.scale].tune
+        settings = tune.settings(cell.row) if tune else ()
+        words = [w for w in words if not any(w in setting.split() for setting in settings)]
+    return shell_line(words)
+
+
+def study_of(
+    found: Sequence[Part],
+    console: Console,
+    jobs: int | None = None,
+    launcher: Launcher | Progress = HERE,
+    later: Mapping[str, Job] | None = None,
+) -> Progress:
+    """Return a study of checked cells, where ``launcher`` trains them.
+
+    On this machine ``jobs`` are trained at a time; None: what fits the GPUs, or one. ``later``: see
+    :class:`~sparsepretrain.studies.submission.Submission`.
+    """
+    title = " + ".join(dict.fromkeys(part.name for part in found))
+    if isinstance(launcher, Progress):
+        return launcher
+    if isinstance(launcher, SlurmQueueConf | LocalQueueConf):
+        if jobs is not None:
+            raise ConfigError(
+                "--jobs is for this machine: give hydra.launcher.array_parallelism=N for jobs"
+            )
+        _check_ranks(found)
+        # one list of jobs in runs_dir: a table can be run alone or with others
+        runs_dir = RunDirectory.of(found[0].cells[0].run).path.parents[2]
+        return Submission(title, console, launcher, runs_dir, found, later)
+    runs = [
+        c.run for part in found for c in part.cells if not _end_is_saved(c.run, part.stop_after)
+    ]
+    needed = [StudyCell("", run).devices for run in runs]
     devices: list[str] = []
     if most := max(needed, default=0):  # without remaining work torch is not imported
         devices = visible_devices()
@@ -176,18 +227,33 @@ def study_of(title: str, runs: Iterable[Run], console: Console, jobs: int | None
     return Study(title, console, jobs=jobs or max(1, fitting), devices=devices)
 
 
-def run_parts(found: Sequence[Part], console: Console, *, jobs: int | None = None) -> None:
+def _check_ranks(found: Sequence[Part]) -> None:
+    """Refuse runs of which a job would not know the number of ranks."""
+    for part in found:
+        for cell in part.cells:
+            parallel = cell.run.parallel
+            if parallel.name != "single" and parallel.nproc is None:
+                raise ConfigError(
+                    f"{cell.name}: parallel.nproc: expected the ranks on each node of a job, got "
+                    "null; give parallel.nproc=N"
+                )
+
+
+def run_parts(
+    found: Sequence[Part],
+    console: Console,
+    *,
+    jobs: int | None = None,
+    launcher: Launcher | Progress = HERE,
+    later: Mapping[str, Job] | None = None,
+) -> None:
     """Run the remaining work of checked cells, see :func:`study_of`."""
-    runs = [
-        c.run for part in found for c in part.cells if not _end_is_saved(c.run, part.stop_after)
-    ]
-    title = " + ".join(dict.fromkeys(part.name for part in found))
-    with study_of(title, runs, console, jobs) as study:
+    with study_of(found, console, jobs, launcher, later) as study:
         try:
             study.run(to_run(found, console))
         finally:
             study.show_all()
-        failed = [cell for cell in study.cells if cell.state == "failed"]
+        failed = [cell for cell in study.cells if cell.state in ("failed", "canceled")]
     if found[0].is_tuning:  # then all parts are; a diverged run is a result, the worst
         failed = [cell for cell in failed if cell.exit_code != DivergedError.exit_code]
     if failed:

@@ -17,7 +17,7 @@ from sparsepretrain.errors import SparsePretrainError
 from sparsepretrain.export import export_run
 from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.directory import RunDirectory
-from sparsepretrain.studies import engine
+from sparsepretrain.studies import progress
 from sparsepretrain.studies.cells import Cell, Part, stage_words
 from sparsepretrain.studies.tables import Stage
 from sparsepretrain.training.derive import finetuned
@@ -26,7 +26,7 @@ from sparsepretrain.training.schedules import resolve_steps
 
 
 @dataclass(eq=False)
-class Evaluation(engine.StudyCell):
+class Evaluation(progress.StudyCell):
     """Evaluation of a trained run: a line of its ``eval.jsonl``."""
 
     stage: Stage = field(kw_only=True)
@@ -119,7 +119,7 @@ def commands(part: Part, cell: Cell, stage: Stage) -> list[tuple[str, ...]]:
     return [("sparsepretrain", verb, directory, *flags, *stage_words(cell, stage))]
 
 
-def following(part: Part, cell: Cell, label: str, console: Console) -> Iterator[engine.StudyCell]:
+def following(part: Part, cell: Cell, label: str, console: Console) -> Iterator[progress.StudyCell]:
     """Yield the stages of a trained cell; a stage that cannot start has failed already."""
     directory = RunDirectory.of(cell.run)
     for stage in part.stages:
@@ -130,7 +130,7 @@ def following(part: Part, cell: Cell, label: str, console: Console) -> Iterator[
             kind = Evaluation if stage.lm_eval is None else Harness
             yield kind(*shared, stage=stage, config_dirs=part.config_dirs)
             continue
-        made = engine.StudyCell(*shared)
+        made = progress.StudyCell(*shared)
         try:
             derived = finetuned(str(directory), stage_words(cell, stage), part.config_dirs, console)
             made.run = resolve_steps(derived)

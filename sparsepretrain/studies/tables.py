@@ -91,7 +91,7 @@ class Stage:
 class Tune:
     """Tuning of every row over equally many settings; the table's seeds then run the best one.
 
-    Values are written as for ``sparsepretrain sweep``: ``optim.lr=1e-3,2e-3``. A row tries every
+    Values are written as for ``sparsepretrain train -m``: ``optim.lr=1e-3,2e-3``. A row tries every
     combination of its values. The best mean of the first metric over the seeds is chosen.
     """
 

@@ -31,14 +31,32 @@ from sparsepretrain.training.trainer import train
 from sparsepretrain.training.world import World
 
 
-def train_or_launch(run: Run, console: Console, stop_after: int | None = None) -> int:
+@dataclasses.dataclass(frozen=True)
+class Nodes:
+    """Machines that train a run together; each of them launches its ranks."""
+
+    count: int = 1
+    """Number of machines."""
+    endpoint: str = "localhost:0"
+    """HOST:PORT of the first machine, where they meet."""
+
+
+ONE = Nodes()
+"""This machine alone."""
+
+
+def train_or_launch(
+    run: Run, console: Console, stop_after: int | None = None, nodes: Nodes = ONE
+) -> int:
     """Train in this process, or launch the ranks of ``parallel`` unless a launcher did."""
-    if run.parallel.name != "single" and not started() and (count := processes(run)) > 1:
-        return launch(run, count, stop_after)
+    if run.parallel.name != "single" and not started():
+        count = processes(run, nodes.count)
+        if count * nodes.count > 1:
+            return launch(run, count, stop_after, nodes)
     return train(run, console, stop_after=stop_after)
 
 
-def processes(run: Run) -> int:
+def processes(run: Run, nodes: int = 1) -> int:
     """Return the number of processes of ``parallel.nproc``: by default one per GPU, or one."""
     device = World.single(run.parallel.device).device
     available = torch.cuda.device_count() if device.type == "cuda" else 1
@@ -47,13 +65,17 @@ def processes(run: Run) -> int:
         raise ConfigError(
             f"parallel.nproc: expected at most {available} GPUs, got {count}; lower it"
         )
-    if problems := [(key, f" {text}") for key, text in shares(run, count)]:
+    if problems := [(key, f" {text}") for key, text in shares(run, count * nodes)]:
         raise ConfigError(problems)
     return count
 
 
-def launch(run: Run, count: int, stop_after: int | None = None) -> int:
-    """Train in ``count`` processes; return 0, or the exit code of a signal, which is passed on."""
+def launch(run: Run, count: int, stop_after: int | None = None, nodes: Nodes = ONE) -> int:
+    """Train in ``count`` processes on each of ``nodes``, of which this is one.
+
+    Returns:
+        0, or the exit code of a signal, which is passed on.
+    """
     logging.disable()  # the agent repeats in forty lines what its processes reported in one
     # threads that fight for the cores make every process slower
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // count)))
@@ -62,13 +84,13 @@ def launch(run: Run, count: int, stop_after: int | None = None) -> int:
         config = Path(scratch) / "config.yaml"
         config.write_text(freeze.to_yaml(run.plain), encoding="utf-8")
         settings = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
+            min_nodes=nodes.count,
+            max_nodes=nodes.count,
             nproc_per_node=count,
             run_id=directory.path.name,
             rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
+            rdzv_endpoint=nodes.endpoint,
+            local_addr="localhost" if nodes.count == 1 else None,
             max_restarts=0,
             **_patience(run.parallel.grace),
             logs_specs=DefaultLogsSpecs(log_dir=scratch, local_ranks_filter={0}),

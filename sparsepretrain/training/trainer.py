@@ -20,6 +20,7 @@ from sparsepretrain.data.encoding import declare_end, declared_end
 from sparsepretrain.errors import SparsePretrainError, own_warnings
 from sparsepretrain.kernels import pack_24
 from sparsepretrain.kernels.cusparselt.packed24 import slow_version
+from sparsepretrain.processes import started
 from sparsepretrain.runs import checkpoint, weights
 from sparsepretrain.runs.checkpoint import ALONE
 from sparsepretrain.runs.directory import RunDirectory
@@ -62,7 +63,9 @@ def train(run: Run, console: Console | None = None, *, stop_after: int | None = 
             console = Console.silent()
         directory = RunDirectory.of(run)
         code = 1
-        if world.size > 1:
+        # torchrun maps all exit codes to 1, also those of a single process
+        leaves_status = world.size > 1 or started()
+        if leaves_status:
             world.first(lambda: directory.leave_status(None))
         try:
             code = _train(run, directory, console, stop_after, world)
@@ -70,7 +73,7 @@ def train(run: Run, console: Console | None = None, *, stop_after: int | None = 
             code = error.exit_code
             raise
         finally:
-            if world.size > 1 and world.is_main:
+            if leaves_status and world.is_main:
                 directory.leave_status(code)
         return code
 

@@ -141,7 +141,7 @@ def grammar() -> list[tuple[list[str], list[str]]]:
         (["optim.betas[0]=1"], ["optim.betas"]),  # Hydra 1.4 sets it, and it is out of range
         (["optim..lr=1"], ["'optim..lr=1'"]),
         (["name='open"], ["name='open"]),
-        (["seed=1,2"], ["seed", "several runs", "sparsepretrain sweep"]),
+        (["seed=1,2"], ["seed", "several runs", "sparsepretrain train -m"]),
         (["sparsity=ste,sste"], ["sparsity", "several runs"]),
         (["seed=range(1,3)"], ["seed", "several runs"]),
         (["seed=choice(1,2)"], ["seed", "several runs"]),

@@ -38,8 +38,8 @@ def test_help_lists_verbs(argv, code, capsys):
 
 @pytest.mark.parametrize("flag", ["-m", "--multirun"])
 def test_the_flags_of_many_runs_name_the_command_that_trains_them(flag, capsys):
-    assert cli.main(["train", flag, "seed=0,1"]) == 2
-    assert "sparsepretrain sweep" in capsys.readouterr().err
+    assert cli.main(["finetune", flag, "run", "seed=0,1"]) == 2
+    assert "sparsepretrain train -m" in capsys.readouterr().err
 
 
 def test_every_verb_has_help(capsys):

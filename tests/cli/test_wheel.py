@@ -18,7 +18,7 @@ def wheel(tmp_path_factory):
     work = tmp_path_factory.mktemp("wheel")
     # building writes files: use a copy
     ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("sparsepretrain", "configs"):
+    for name in ("sparsepretrain", "hydra_plugins", "configs"):
         shutil.copytree(ROOT / name, work / "source" / name, ignore=ignored)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, work / "source")
@@ -55,7 +55,15 @@ def test_every_file_is_in_the_wheel(wheel):
     assert {f"sparsepretrain/{f.as_posix()}" for f in yamls} <= names
     assert {f.as_posix() for f in modules} <= names
     assert "sparsepretrain/py.typed" in names
-    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"sparsepretrain"}
+    top = {name.split("/")[0] for name in names if ".dist-info" not in name}
+    assert top == {"sparsepretrain", "hydra_plugins"}
+    assert "hydra_plugins/__init__.py" not in names, "the package is shared by all plug-ins"
+
+
+def test_hydra_finds_the_launchers_of_the_wheel(installed, tmp_path):
+    words = ("seed=0,1", "hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5")
+    lines = run(installed, tmp_path, "train", "-m", *words, "--commands").splitlines()
+    assert len(lines) == 2 and all(line.startswith("sparsepretrain train ") for line in lines)
 
 
 def test_wheel_composes_from_an_empty_directory(installed, tmp_path):

@@ -14,7 +14,8 @@ from sparsepretrain.errors import ConfigError
 from sparsepretrain.runs import weights
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.studies.cells import Cell, Part
-from sparsepretrain.studies.reproduce import check, study_of
+from sparsepretrain.studies.engine import Study
+from sparsepretrain.studies.reproduce import check
 from sparsepretrain.studies.stages import Harness, commands
 from sparsepretrain.studies.tables import Size, Stage, Table
 from sparsepretrain.training.assembly import evaluated_model
@@ -81,7 +82,7 @@ def test_a_stage_measures_what_the_method_evaluates(method, tasks, tmp_path):
     stage = Stage(name="zero_shot", lm_eval="tiny_choice", overrides=[f"--include_path={tasks}"])
     cell = Harness("x", run, stage=stage, stage_of=(directory, stage.name))
     assert cell.left == "to run"
-    with study_of("harness", [run], Console(io.StringIO()), None) as study:
+    with Study("harness", Console(io.StringIO())) as study:
         study.run([cell])
     assert cell.state == "finished", directory.console_log.read_text()
     assert cell.left == "finished", "the same stage has nothing to do"

@@ -19,8 +19,9 @@ import pytest
 from sparsepretrain.config import freeze
 from sparsepretrain.console import Console
 from sparsepretrain.errors import INTERRUPTED
-from sparsepretrain.studies import engine
-from sparsepretrain.studies.engine import Stopped, Study, StudyCell
+from sparsepretrain.studies import engine, progress
+from sparsepretrain.studies.engine import Study
+from sparsepretrain.studies.progress import Stopped, StudyCell
 from sparsepretrain.training.trainer import train
 from support.tiny_runs import Tiny, assert_same_run, final_state
 
@@ -98,13 +99,13 @@ def test_directory_of_a_cell_is_derived_once(
     """It needs the hash of the configuration: 27 % of a core for 400 waiting cells."""
     derived = []
 
-    class Counted(engine.RunDirectory):
+    class Counted(progress.RunDirectory):
         @classmethod
-        def of(cls, config: object) -> engine.RunDirectory:
+        def of(cls, config: object) -> progress.RunDirectory:
             derived.append(config)
-            return engine.RunDirectory(freeze.run_directory(config))  # type: ignore[arg-type]
+            return progress.RunDirectory(freeze.run_directory(config))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(engine, "RunDirectory", Counted)
+    monkeypatch.setattr(progress, "RunDirectory", Counted)
     chosen = cells(tiny, "abcd", "steps=1", *QUIET)
     study(chosen)
     assert all(cell.state == "finished" for cell in chosen) and len(derived) == 4
@@ -216,7 +217,7 @@ def test_cells_of_one_run_are_run_in_turn(tiny: Tiny) -> None:
     assert second.line["step"] == 6
 
 
-COMMAND = ("sweep", "--name", "x", "sparsity=ste,srste")
+COMMAND = ("train", "-m", "name=x", "sparsity=ste,srste")
 
 
 @pytest.mark.fault

@@ -14,10 +14,11 @@ import pytest
 from sparsepretrain import cli
 from sparsepretrain.console import Console
 from sparsepretrain.runs.directory import RunDirectory
-from sparsepretrain.studies import engine
-from sparsepretrain.studies.cells import Selection
+from sparsepretrain.studies import engine, progress
+from sparsepretrain.studies.cells import Cell, Part, Selection
 from sparsepretrain.studies.reproduce import study_of
 from sparsepretrain.studies.results import collect
+from sparsepretrain.studies.tables import Table
 from support.tiny_runs import assert_same_run, metrics
 
 
@@ -147,7 +148,7 @@ def run_on(devices, jobs, runs, in_process, monkeypatch):
         return in_process(*args, **options)
 
     monkeypatch.setattr(engine, "start_child", watched)
-    monkeypatch.setattr(engine, "_train", lambda *_: 0)
+    monkeypatch.setattr(progress, "_train", lambda *_: 0)
     cells = [engine.StudyCell(run.name, run) for run in runs]
     with engine.Study("x", Console(io.StringIO()), jobs=jobs, devices=devices) as study:
         study.run(cells)
@@ -175,15 +176,19 @@ def test_each_rank_of_running_cells_has_a_gpu_of_its_own(tiny, in_process, monke
     assert all(len(set(used)) == len(used) for used in together)
 
 
+def a_part(*runs):
+    return [Part("x", Table(title="x"), None, [Cell("x", "", 0, (), run) for run in runs])]
+
+
 def test_default_jobs_fit_the_gpus(tiny, monkeypatch):
     monkeypatch.setattr(VISIBLE, lambda: list("01234567"))
     console = Console(io.StringIO())
     run = tiny.load(*RANKS, "parallel.nproc=4")
-    assert study_of("x", [run], console, None).jobs == 2
-    assert study_of("x", [run], console, 1).jobs == 1
+    assert study_of(a_part(run), console).jobs == 2
+    assert study_of(a_part(run), console, 1).jobs == 1
     one = [tiny.load("parallel.device=auto"), tiny.load(*RANKS)]
-    assert study_of("x", one, console, None).jobs == 8
-    assert study_of("x", [tiny.load()], console, None).jobs == 1
+    assert study_of(a_part(*one), console).jobs == 8
+    assert study_of(a_part(tiny.load()), console).jobs == 1
 
 
 def test_too_few_gpus_are_one_line_before_the_first_cell(tables, monkeypatch, capsys):
@@ -290,14 +295,14 @@ def test_impossible_stages_are_refused_before_training(tables, capsys):
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize(("verb", "within"), [("reproduce", True), ("sweep", False)])
+@pytest.mark.parametrize(("verb", "within"), [("reproduce", True), ("train", False)])
 def test_interrupted_and_continued_from_the_shell(tables, verb, within):
     """SIGINT to the process group, as from a terminal: during a run, and as one ends."""
     options = ["eval.batches=0", "checkpoint.every=0", "log.layers_every=0"]
     options.append("steps=100000" if within else "steps=6")
     words = [*tables.words("small", "--seeds", "1"), *options]
-    if verb == "sweep":
-        words = ["sweep", "--name", "small", *tables.tiny.overrides(*options, "seed=0,1")]
+    if verb == "train":
+        words = ["train", "-m", "name=small", *tables.tiny.overrides(*options, "seed=0,1")]
     command = [sys.executable, "-m", "sparsepretrain", *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, start_new_session=True, **pipes)

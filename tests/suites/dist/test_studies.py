@@ -1,4 +1,4 @@
-"""A sweep of runs with two ranks each, from the shell."""
+"""Several runs with two ranks each, from the shell."""
 
 import os
 import signal
@@ -15,14 +15,14 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize(("first", "then"), [("ddp", "fsdp"), ("fsdp", "ddp")])
-def test_interrupted_sweep_of_two_ranks_continues(tiny, first, then):
+def test_interrupted_command_of_two_ranks_continues(tiny, first, then):
     """SIGINT to the process group, as from a terminal; only the device is part of a run."""
     own = ("steps=100000", "eval.batches=0", "checkpoint.every=0", "batch.micro=2")
     words = [*tiny.overrides(*own), "sparsity=ste,sste", "parallel.nproc=2"]
-    sweep = [sys.executable, "-m", "sparsepretrain", "sweep", "--name", "two", *words]
+    command = [sys.executable, "-m", "sparsepretrain", "train", "-m", "name=two", *words]
     options = {"env": {**os.environ, "OMP_NUM_THREADS": "1"}, "start_new_session": True}
     options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([*sweep, f"parallel={first}"], **options)
+    process = subprocess.Popen([*command, f"parallel={first}"], **options)
     runs = tiny.root / "runs/two"
     while not any(file.stat().st_size for file in runs.glob("*/*/metrics.jsonl")):
         assert process.poll() is None
@@ -37,8 +37,8 @@ def test_interrupted_sweep_of_two_ranks_continues(tiny, first, then):
     saved = max(int(p.name.removeprefix("step_")) for p in run.checkpoints.iterdir())
 
     end = saved + 2
-    sweep += [f"parallel={then}", "--stop-after", str(end)]
-    done = subprocess.run(sweep, capture_output=True, text=True)
+    command += [f"parallel={then}", "--stop-after", str(end)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"from step {saved}, {end} steps" in done.stdout and "two: 2 partial" in done.stdout
     for made in find_runs([runs]):

@@ -15,7 +15,7 @@ from sparsepretrain.cli.main import parser
 from sparsepretrain.config.groups import GROUPS, REGISTERED
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity.matmuls import fp8
-from sparsepretrain.studies import sweep, tables
+from sparsepretrain.studies import multirun, tables
 from sparsepretrain.training import derive
 from support.doc_pages import DOCUMENTS, ROOT, blocks
 
@@ -101,9 +101,10 @@ def run(argv: list[str], tiny) -> None:
     elif verb == "finetune":
         recipe = derive.with_recipe(arguments.overrides, arguments.config_dir)
         config.load([*recipe, "model=pretrained", "model.path=x"], arguments.config_dir)
-    elif verb == "sweep":
-        axes = sweep.read_axes(arguments.overrides)
-        assert axes.part(arguments.name, None, arguments.config_dir).cells
+    elif verb == "train" and arguments.multirun:
+        found = multirun.read_command(arguments.overrides, arguments.config_dir)
+        assert found.part is None or found.part.cells
+        return
     elif hasattr(arguments, "overrides"):
         overrides = [word for word in arguments.overrides if not word.startswith("match=")]
         if verb == "reproduce" and not arguments.list:
