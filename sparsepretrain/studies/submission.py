@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -366,10 +367,21 @@ def submit(
                     if value not in (None, {})
                 }
             executor.update_parameters(**options)
-            return [job.job_id for job in executor.submit_array(list(jobs.values()))]
+            with _own_terminal():
+                return [job.job_id for job in executor.submit_array(list(jobs.values()))]
     except (submitit.core.utils.FailedJobError, RuntimeError, ValueError, OSError) as error:
         text = one_line(error).removeprefix("sbatch: ").removeprefix("error: ")
         raise Refused(f"hydra.launcher: the jobs cannot be submitted: {text[:300]}") from error
+
+
+@contextlib.contextmanager
+def _own_terminal() -> Iterator[None]:
+    """Start processes that Ctrl-C and the end of this terminal do not reach: they inherit it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
