@@ -386,10 +386,16 @@ def _own_terminal() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Print nothing, neither from this process nor from its children."""
-    with open(os.devnull, "w") as null, contextlib.ExitStack() as saved:
+    """Print nothing, and let children that go on hold no pipe or terminal of this process."""
+    with open(os.devnull, "r+") as null, contextlib.ExitStack() as saved:
         saved.enter_context(contextlib.redirect_stdout(null))
         saved.enter_context(contextlib.redirect_stderr(null))
+        for number in (0, 1, 2):
+            with contextlib.suppress(OSError):  # closed
+                copy = os.dup(number)
+                saved.callback(os.close, copy)
+                saved.callback(os.dup2, copy, number)
+                os.dup2(null.fileno(), number)
         yield
 
 
