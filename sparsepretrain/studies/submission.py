@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -366,18 +367,35 @@ def submit(
                     if value not in (None, {})
                 }
             executor.update_parameters(**options)
-            return [job.job_id for job in executor.submit_array(list(jobs.values()))]
+            with _own_terminal():
+                return [job.job_id for job in executor.submit_array(list(jobs.values()))]
     except (submitit.core.utils.FailedJobError, RuntimeError, ValueError, OSError) as error:
         text = one_line(error).removeprefix("sbatch: ").removeprefix("error: ")
         raise Refused(f"hydra.launcher: the jobs cannot be submitted: {text[:300]}") from error
 
 
 @contextlib.contextmanager
+def _own_terminal() -> Iterator[None]:
+    """Start processes that Ctrl-C and the end of this terminal do not reach: they inherit it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Print nothing, neither from this process nor from its children."""
-    with open(os.devnull, "w") as null, contextlib.ExitStack() as saved:
+    """Print nothing, and let children that go on hold no pipe or terminal of this process."""
+    with open(os.devnull, "r+") as null, contextlib.ExitStack() as saved:
         saved.enter_context(contextlib.redirect_stdout(null))
         saved.enter_context(contextlib.redirect_stderr(null))
+        for number in (0, 1, 2):
+            with contextlib.suppress(OSError):  # closed
+                copy = os.dup(number)
+                saved.callback(os.close, copy)
+                saved.callback(os.dup2, copy, number)
+                os.dup2(null.fileno(), number)
         yield
 
 
