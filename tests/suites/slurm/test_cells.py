@@ -189,4 +189,4 @@ def test_a_refusal_of_slurm_is_one_line(study, words, line):
     )  # fmt: skip
     assert process.returncode == 2
     assert line in process.stderr and process.stderr.count("\n") == 1, process.stderr
-    assert not jobs()
+    assert set(jobs().values()) <= {"FAILED"}, "Slurm may keep what it refused"
