@@ -51,8 +51,8 @@ def once(call: Callable[[], Any], device: torch.device) -> float:
 def measure(works: dict[str, Calls], *, rounds: int) -> dict[str, Series]:
     """Time works in one process: rounds A, B, C, B, C, A, … of captured graphs.
 
-    If a work waits for the device or its capture fails, all works are launched one by one instead:
-    times of a graph and of launches cannot be compared. The mode of each series says which.
+    If a capture fails, all works are launched one by one instead: times of a graph and of launches
+    cannot be compared. The mode of each series says which.
     """
     try:
         return _measure(works, rounds, graphs=True)
@@ -63,8 +63,6 @@ def measure(works: dict[str, Calls], *, rounds: int) -> dict[str, Series]:
 
 def _measure(works: dict[str, Calls], rounds: int, *, graphs: bool) -> dict[str, Series]:
     ready = {name: _Prepared(calls, graphs) for name, calls in works.items()}
-    if len({each.mode for each in ready.values()}) > 1:
-        ready = {name: _Prepared(calls, graphs=False) for name, calls in works.items()}
     names = list(works)
     us: dict[str, list[float]] = {name: [] for name in names}
     for index in range(-2, rounds):

@@ -167,6 +167,7 @@ def test_an_error_that_breaks_the_device_is_raised(monkeypatch):
     def fail(*_):
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
     weight = torch.zeros(64, 64, dtype=torch.bfloat16)
     with pytest.raises(torch.AcceleratorError):

@@ -74,14 +74,6 @@ def test_launch_overhead_does_not_change_measured_times(monkeypatch):
     assert clocks.modes == ["thread_local"] * 2, "threads that pin memory would break a capture"
 
 
-def test_works_are_launched_one_by_one_if_one_of_them_waits(monkeypatch):
-    clocks = Clocks(monkeypatch)
-    works = {"waits": [lambda: clocks.launch(200.0, 70.0)], "other": [lambda: clocks.launch(10, 9)]}
-    monkeypatch.setattr(timing, "_waits", lambda call: call is works["waits"][0])
-    found = timing.measure(works, rounds=3)
-    assert {series.mode for series in found.values()} == {"eager"}
-
-
 def test_a_single_call_is_timed_without_its_launch(monkeypatch):
     clocks = Clocks(monkeypatch)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: clocks.launch(5.0, cycles / 1755))

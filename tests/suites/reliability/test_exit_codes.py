@@ -15,6 +15,7 @@ from sparsepretrain.cli import train as verb
 from sparsepretrain.errors import INTERRUPTED, PREEMPTED, SparsePretrainError
 from sparsepretrain.files import write_atomic
 from sparsepretrain.runs.ownership import Owner
+from sparsepretrain.studies.submission import Detached, Submission
 from sparsepretrain.training import loop
 from support import ROOT
 
@@ -112,6 +113,14 @@ def disk_full(tiny, run, monkeypatch, **_):
     return run()
 
 
+def detached(tiny, run, monkeypatch, **_):
+    def detach(self, cells):
+        raise Detached(INTERRUPTED)
+
+    monkeypatch.setattr(Submission, "run", detach)
+    return run("-m", "hydra/launcher=submitit_local")
+
+
 def stopped(number, *, tiny, run, stop_after, **_):
     stop_after(3, number)
     return run()
@@ -132,6 +141,7 @@ CASES = {
     (4, "disk full"): disk_full,
     (5, "nothing was updated"): lambda run, **_: run(*DIVERGES),
     (130, "stopped by a signal"): functools.partial(stopped, signal.SIGINT),
+    (130, "the jobs go on"): detached,
     (143, "stopped by a signal"): functools.partial(stopped, signal.SIGTERM),
 }
 
