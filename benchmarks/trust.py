@@ -2,8 +2,8 @@
 
 The layout of a packed matrix is internal to cuSPARSELt. This script compares it with a formula that
 FlagGems decoded on Hopper (``ops/_cslt_sparse_mm.py``), with whole tiles of 64 columns, which an
-H200 showed. Where the formula holds, the packed size of
-any shape is known, and a kernel of the project could write packed matrices.
+H200 showed. Where the formula holds, the packed size of any shape is known, and a kernel of the
+project could write packed matrices.
 """
 
 from __future__ import annotations

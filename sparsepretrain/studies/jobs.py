@@ -58,8 +58,7 @@ class Job:
 
     def __call__(self) -> int:
         """Run the cell; return the exit code of the last one."""
-        with Stops() as stops:
-            return work(self.cell, stops)
+        return work(self.cell, Stops())
 
     def checkpoint(self) -> Any:
         """Return what continues: the same, since runs continue from their checkpoints."""
@@ -69,7 +68,7 @@ class Job:
 
 
 class Stops:
-    """Signals of a job, from its start to its end.
+    """Signals of a job, from here to the end of its process.
 
     Slurm sends USR2 to every process of the job, and its default action kills ranks and workers.
     The signal is blocked before they start, which they inherit, and one thread waits for it here.
@@ -82,16 +81,10 @@ class Stops:
         """True if the job was asked to save and to continue later."""
         self.stopping = False
         """True after this or SIGTERM."""
-
-    def __enter__(self) -> Stops:
         self._requeue: Any = signal.getsignal(self._number)  # submitit's
         signal.signal(signal.SIGTERM, self._stop)  # submitit's ignores it
         signal.pthread_sigmask(signal.SIG_BLOCK, {self._number})
         threading.Thread(target=self._wait, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass  # the process ends
 
     def _wait(self) -> None:
         signal.sigwait({self._number})

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparsepretrain.config.compose import read
+from sparsepretrain.config.compose import parse, read
 from sparsepretrain.config.freeze import flat
 from sparsepretrain.config.places import catalog
 from sparsepretrain.console import Console
@@ -66,18 +66,14 @@ def read_axes(words: Sequence[str], config_dirs: Sequence[Path] = ()) -> Axes:
     Raises:
         ConfigError: every word that gives no list of values.
     """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import Glob
-    from hydra.errors import HydraException
 
     axes = Axes()
     errors = []
-    parser = OverridesParser.create()
     groups = catalog(config_dirs)
     for word in map(str.strip, words):
-        try:
-            parsed: Any = parser.parse_override(word)
-        except (HydraException, RecursionError, ValueError):
+        parsed: Any = parse(word)
+        if parsed is None:
             axes.fixed.append(word)  # composing reports the error
             continue
         key = parsed.key_or_group
@@ -218,19 +214,8 @@ def launcher_for_command(config: DictConfig) -> Launcher:
 
 def swept_keys(words: Sequence[str]) -> list[str]:
     """Return the keys with several values."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    parser = OverridesParser.create()
-    keys = []
-    for word in words:
-        try:
-            parsed = parser.parse_override(word)
-        except (HydraException, RecursionError, ValueError):
-            continue
-        if parsed.is_sweep_override():
-            keys.append(parsed.key_or_group)
-    return keys
+    parsed = map(parse, words)
+    return [each.key_or_group for each in parsed if each is not None and each.is_sweep_override()]
 
 
 def launcher_of_table(words: Sequence[str], name: str, config_dirs: Sequence[Path]) -> Launcher:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsepretrain.config import strict
-from sparsepretrain.config.compose import quote
+from sparsepretrain.config.compose import parse, quote
 from sparsepretrain.config.places import search_path
 from sparsepretrain.config.validate import load, validate
 from sparsepretrain.console import Console
@@ -173,14 +173,12 @@ def compose_node(
     """
     import hydra
     from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException, MissingConfigException
     from hydra.types import RunMode
 
     errors: list[str] = []
     choices = list(KEPT)
     values = []
-    parser = OverridesParser.create()
     for word in words:
         key = key_of(word)
         reasons = [why for at, why in REFUSED.items() if key == at or key.startswith(f"{at}.")]
@@ -188,11 +186,10 @@ def compose_node(
             errors.append(f"{word}: {reasons[0]}, and leave {key} out")
         elif "/" in key:
             choices.append(word)
+        elif (override := parse(word)) is None:
+            errors.append(f"{word}: cannot be read; write {key or 'hydra.KEY'}=VALUE")
         else:
-            try:
-                values.append((word, parser.parse_override(word)))
-            except (HydraException, RecursionError, ValueError):
-                errors.append(f"{word}: cannot be read; write {key or 'hydra.KEY'}=VALUE")
+            values.append((word, override))
     ours, *users = search_path(config_dirs)
     places = f"hydra.searchpath=[{','.join(quote(f'file://{user}') for user in users)}]"
     sweep = f"hydra.sweep.dir={quote(f'{runs_dir}/{study}')}"

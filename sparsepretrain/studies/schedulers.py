@@ -61,9 +61,9 @@ def slurm_ending(number: str) -> str:
     state = facts.get("JobState", "forgotten by Slurm")
     status, _, killed = facts.get("ExitCode", "0:0").partition(":")
     # the shell of the job reports a signal of its step as 128 + number
-    number_ = int(killed or 0) or max(0, int(status) - 128)
-    if state in ("FAILED", "COMPLETED", "OUT_OF_MEMORY") and 0 < number_ < signal.NSIG:
-        return f"killed by {signal.Signals(number_).name} ({state})"
+    by = int(killed or 0) or max(0, int(status) - 128)
+    if state in ("FAILED", "COMPLETED", "OUT_OF_MEMORY") and 0 < by < signal.NSIG:
+        return f"killed by {signal.Signals(by).name} ({state})"
     return f"{state}, exit code {status}" if int(status) else state
 
 

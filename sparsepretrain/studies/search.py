@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from sparsepretrain.config.compose import parse
 from sparsepretrain.config.freeze import flat
 from sparsepretrain.console import Console, significant
 from sparsepretrain.errors import ConfigError, Problems, SparsePretrainError, needs, one_line
@@ -69,9 +70,16 @@ class OptunaConf:
             if key not in known:
                 yield f"sampler.{key}", f"is unknown{suggestion(key, known, 'sampler.')}"
             elif known[key] is not None or value is not None:
-                kind = bool if isinstance(known[key], bool) else int if key != "sigma0" else float
+                kind = _type_of(key, known[key])
                 if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
                     yield f"sampler.{key}", f"must be of type {kind.__name__}, got {value!r}"
+
+
+def _type_of(key: str, default: Any) -> type:
+    """Return the type of a sampler's key."""
+    if isinstance(default, bool):
+        return bool
+    return float if key == "sigma0" else int
 
 
 @dataclass(slots=True)
@@ -110,17 +118,13 @@ def read_space(params: dict[str, Any], words: Sequence[str]) -> Space:
     Raises:
         ConfigError: every word that is none of them.
     """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import Glob
-    from hydra.errors import HydraException
 
     space = Space([], {}, {})
     errors = []
-    parser = OverridesParser.create()
     for word in [*(f"{key}={value}" for key, value in flat(params).items() if key), *words]:
-        try:
-            parsed: Any = parser.parse_override(word)
-        except (HydraException, RecursionError, ValueError):
+        parsed: Any = parse(word)
+        if parsed is None:
             space.fixed.append(word)  # composing reports the error
             continue
         key = parsed.key_or_group

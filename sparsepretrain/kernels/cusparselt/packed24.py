@@ -165,7 +165,8 @@ def fastest(problem: Problem) -> Algorithm:
 
     Raises:
         RuntimeError: there is none, or a CUDA graph is being captured.
-        torch.AcceleratorError: an algorithm broke the device; nothing runs on it any more.
+        torch.AcceleratorError: an algorithm broke the device; nothing runs on it any more. Where
+            the library itself notices, torch raises another RuntimeError.
     """
     if (decided := _decided.get(problem)) is not None:
         return decided

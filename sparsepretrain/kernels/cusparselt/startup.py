@@ -27,8 +27,9 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 FP8 = torch.float8_e4m3fn
 LIMIT = 180.0
 """Seconds that the test may take; it takes about ten, most of them to import torch."""
-CODE = "import sys; sys.path[:0] = [{path!r}]; from {module} import main; main()"
-"""What the process of the test runs; this checkout comes first, as it does here."""
+CODE = "import sys; sys.path[:0] = [{path!r}]; from {module} import _main; _main()"
+"""Code of the process that tests, in which this checkout comes first, as it does here. A process of
+multiprocessing would run the program of the user a second time."""
 
 
 def unsupported(device: torch.device, *dtypes: torch.dtype) -> str | None:
@@ -92,7 +93,7 @@ def _verdict(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _tested_elsewhere(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
-    """Return what :func:`main` prints in a process of its own, or why it printed nothing."""
+    """Return what :func:`_main` prints in a process of its own, or why it printed nothing."""
     package = Path(sparsepretrain.__file__).parents[1]
     index = torch.cuda.current_device() if device.index is None else device.index
     code = CODE.format(path=str(package), module=__name__)
@@ -112,7 +113,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def main() -> None:
+def _main() -> None:
     """Print the verdict on a type and a device, which are the arguments of the process.
 
     JSON: ``fault`` is the text of :func:`fault`, "" for none; ``error`` if the test could not run.

@@ -90,8 +90,10 @@ class LayerMatmuls:
         only looks them up, because dynamo cannot trace how they are built.
         """
         self.packs = operands
-        parts = (c for n in range(len(operands)) for c in combinations(operands, n + 1))
-        self._packed = {"": self.base} | {"".join(c): packing(self.base, "".join(c)) for c in parts}
+        self._packed = {"": self.base}
+        for count in range(len(operands)):
+            for chosen in map("".join, combinations(operands, count + 1)):
+                self._packed[chosen] = packing(self.base, chosen)
 
     def try_inputs(
         self, weight: Tensor, inputs: Sequence[int], dtype: torch.dtype, *, bias: bool

@@ -118,6 +118,7 @@ class SparseMatmulPolicy:
         base = DENSE
         if precision is not None:
             base = fp8_matmuls(precision.recipe, precision.name == "fp8_sim")
+        # in this order: a type that cannot be packed is not tested on the device
         if why := cannot_pack(base.fprop, dtype) or unsupported(device, *packed_types(base, dtype)):
             raise ConfigError(
                 f"sparse_matmuls={self.name}: {why}: sparse_matmuls=auto or emulate trains"

@@ -1,7 +1,6 @@
 """The cluster of these tests."""
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from support.slurm import Cluster, Command
 @pytest.fixture(scope="session")
 def _daemons():
     scratch = os.environ.get("SPARSEPRETRAIN_TEST_SLURM")
-    if scratch is None or shutil.which("slurmctld") is None:
+    if scratch is None:
         pytest.skip("started by make test-slurm")
     root = Path(scratch) / "slurm"
     root.mkdir()
