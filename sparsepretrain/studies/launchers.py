@@ -30,7 +30,8 @@ class BaseQueueConf:
     cpus_per_task: Annotated[int | None, "> 0"] = None
     """CPUs of a job on each node; null: the cluster's default."""
     gpus_per_node: Annotated[int | None, "≥ 0"] = None
-    """GPUs of a job on each node; null: one per rank, none with parallel.device=cpu."""
+    """GPUs of a job on each node; null: one per rank, none with parallel.device=cpu, or on this
+    machine if it has none."""
     tasks_per_node: int = 1
     """Must be 1: a job starts its ranks itself, parallel.nproc on each node."""
     mem_gb: Annotated[float | None, "> 0"] = None

@@ -147,6 +147,7 @@ class Submission(Progress):
                         cell.state = "queued"
                         self._say(cell, f"job {self._id(cell)} goes on")
                 if self._is_local:
+                    self._check_gpus(new)
                     self._waiting = new
                     self._start_local()
                 else:
@@ -165,6 +166,8 @@ class Submission(Progress):
             if ids:
                 stop = schedulers.stop_command(ids, local=self._is_local)
                 self._console.info(f"detached; to end the jobs: {stop}")
+            if self._waiting:
+                self._console.info(f"{len(self._waiting)} runs wait until the command runs again")
             raise Detached(signals.exit_code)
 
     def _left(self, cell: StudyCell) -> bool:
@@ -272,7 +275,7 @@ class Submission(Progress):
             self._ledger.jobs[key] = {"folder": str(folder), "index": index}
         self._ledger.save()
         try:
-            ids = submit(self._conf, folder, self.title, _gpus(self._conf, like), jobs, extra or {})
+            ids = submit(self._conf, folder, self.title, self._gpus(like), jobs, extra or {})
         except Refused:
             for key in jobs:
                 del self._ledger.jobs[key]
@@ -293,6 +296,21 @@ class Submission(Progress):
             numbers = schedulers.stop_command(ids, local=False).removeprefix("scancel ")
             self._console.info(f"{len(new)} runs wait for the chosen settings as job {numbers}")
 
+    def _gpus(self, cell: StudyCell) -> int:
+        """Return the number of GPUs of a job on each node."""
+        if self._conf.gpus_per_node is not None:
+            return self._conf.gpus_per_node
+        # parallel.device=auto is the CPU on a machine without GPUs
+        return 0 if self._is_local and not visible_devices() else cell.devices
+
+    def _check_gpus(self, cells: Sequence[StudyCell]) -> None:
+        """Refuse jobs that need more GPUs than this machine has."""
+        most = max(map(self._gpus, cells), default=0)
+        if most > (count := len(visible_devices())):
+            given = self._conf.gpus_per_node is not None
+            key = "hydra.launcher.gpus_per_node" if given else "parallel.nproc"
+            raise ConfigError(f"{key}: expected at most {count} GPUs, got {most}; lower it")
+
     def _start_local(self) -> None:
         """Start as many waiting cells as may run at a time."""
         ids = {entry["id"] for entry in self._ledger.jobs.values() if "id" in entry}
@@ -304,12 +322,9 @@ class Submission(Progress):
         while self._waiting and len(entries) < self._conf.array_parallelism:
             cell = self._waiting[0]
             used = {device for entry in entries for device in entry.get("devices", ())}
-            gpus = _gpus(self._conf, cell)
+            gpus = self._gpus(cell)
             free = [n for n in range(len(visible_devices())) if n not in used] if gpus else []
             if len(free) < gpus:
-                if not entries:
-                    has = f"needs {gpus} GPUs, and this machine has {len(free)}"
-                    raise Refused(f"hydra.launcher.gpus_per_node: a job {has}")
                 return
             self._waiting.pop(0)
             extra = {"visible_gpus": free[:gpus]} if gpus else {}
@@ -370,8 +385,10 @@ def submit(
             with _own_terminal():
                 return [job.job_id for job in executor.submit_array(list(jobs.values()))]
     except (submitit.core.utils.FailedJobError, RuntimeError, ValueError, OSError) as error:
-        text = one_line(error).removeprefix("sbatch: ").removeprefix("error: ")
-        raise Refused(f"hydra.launcher: the jobs cannot be submitted: {text[:300]}") from error
+        text = one_line(error).removeprefix("sbatch: ").removeprefix("error: ")[:300]
+        if gpus:  # nobody typed this number: it follows from parallel
+            text += f" (a job asks for {gpus} GPUs per node: hydra.launcher.gpus_per_node)"
+        raise Refused(f"hydra.launcher: the jobs cannot be submitted: {text}") from error
 
 
 @contextlib.contextmanager
@@ -402,10 +419,6 @@ def _silent() -> Iterator[None]:
 def _key(cell: StudyCell) -> str:
     """Return the name of a cell in the ledger."""
     return cell.key or shell_line(cell.words)
-
-
-def _gpus(conf: BaseQueueConf, cell: StudyCell) -> int:
-    return cell.devices if conf.gpus_per_node is None else conf.gpus_per_node
 
 
 def _groups(cells: Sequence[StudyCell]) -> list[list[StudyCell]]:

@@ -11,6 +11,7 @@ import pytest
 
 from sparsepretrain import cli
 from sparsepretrain.console import Console
+from sparsepretrain.errors import ConfigError
 from sparsepretrain.runs.directory import find_runs
 from sparsepretrain.studies import jobs, launchers, schedulers, submission
 from sparsepretrain.studies.multirun import read_command
@@ -122,6 +123,31 @@ def test_runs_with_unknown_ranks_or_gpus_are_grouped_or_refused(tiny, monkeypatc
     with study_of([found.part], Console.silent(), None, found.launcher) as study:
         study.run(to_run([found.part], Console.silent()))
     assert [gpus for _, gpus, _ in slurm.submitted] == [1, 2]
+
+
+def test_local_jobs_get_the_gpus_that_this_machine_has(tiny, monkeypatch, capsys):
+    words = tiny.overrides("parallel.device=auto", "hydra/launcher=submitit_local", "name=x")
+    cells = read_command(words).part.cells
+
+    def given(devices, *more):
+        slurm = Slurm(monkeypatch)
+        monkeypatch.setattr(submission, "visible_devices", lambda: devices)
+        monkeypatch.setattr(schedulers, "local_states", lambda ids: {})
+        found = read_command([*words, *more])
+        with study_of([found.part], Console.silent(), None, found.launcher) as study:
+            monkeypatch.setattr(study, "_end", lambda cell, state: None)
+            study.run(to_run([found.part], Console.silent()))
+        return [(gpus, extra.get("visible_gpus")) for _, gpus, extra in slurm.submitted]
+
+    assert len(cells) == 1
+    assert given(["0", "1"]) == [(1, [0])]
+    assert given([]) == [(0, None)], "parallel.device=auto trains on the CPU there"
+    with pytest.raises(ConfigError, match=r"gpus_per_node: expected at most 1 GPUs, got 2"):
+        given(["0"], "hydra.launcher.gpus_per_node=2")
+    two = ("parallel=ddp", "parallel.nproc=2", "batch.micro=1")
+    with pytest.raises(ConfigError, match=r"nproc: expected at most 1 GPUs, got 2"):
+        given(["0"], *two)
+    assert given([], *two) == [(0, None)]
 
 
 def test_a_job_runs_its_cell_and_notes_what_a_run_does_not(tiny, capsys):
