@@ -11,6 +11,7 @@ from torch import nn
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.export.semi_structured import ABOUT
 from sparsepretrain.sparsity import sparsifier_of
+from sparsepretrain.sparsity.engine.layers import SparseLayer
 
 COMPILED = "_orig_mod."
 """Part of the names in a model, or of blocks, that torch.compile wrapped."""
@@ -51,12 +52,12 @@ def save_pretrained(model: nn.Module, directory: str | Path, **options: Any) -> 
         name.replace(COMPILED, ""): tensor for name, tensor in sparsifier.dense_tensors_of(model)
     }
     save(directory, state_dict=state, **options)
-    options_of = sparsifier.method.options
+    names = [name for name, module in model.named_modules() if isinstance(module, SparseLayer)]
     about = {
-        "method": options_of.name,
-        "pattern": f"{options_of.n}:{options_of.m}" if proof.sparse else None,
+        "method": sparsifier.method.options.name,
+        "pattern": proof.pattern if proof.holds else None,
         "weights": str(proof),
-        "layers": [name.replace(COMPILED, "") for name in sparsifier.layers],
+        "layers": [name.replace(COMPILED, "") for name in names],
         "step": sparsifier.completed_steps,
     }
     if options.get("is_main_process", True):

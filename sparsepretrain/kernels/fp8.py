@@ -128,7 +128,10 @@ def no_fp8_matmuls(device: torch.device) -> str:
         found, first = ("{}.{}".format(*each) for each in (capability, FP8_CAPABILITY))
         return f"compute capability {found} has no fp8 tensor cores ({first} is the first)"
     random = torch.Generator(device).manual_seed(0)
-    given = [torch.randn(size, generator=random, device=device) for size in ((64, 128), (48, 128))]
+    given = [
+        torch.randn(size, generator=random, device=device, dtype=torch.float32)
+        for size in ((64, 128), (48, 128))
+    ]
     b = quantize_fp8(given[1], "e4m3")
     for format in FP8_FORMATS:
         a = quantize_fp8(given[0], format)

@@ -269,7 +269,8 @@ class Method:
                 :attr:`reads_packed_masks` packed by rows where the engine stores it so.
                 :func:`sparsepretrain.kernels.apply_mask` and
                 :func:`sparsepretrain.kernels.masked_decay_` read both.
-            scale: loss scale still contained in ``grad`` (a 0-d tensor for fused optimizers).
+            scale: loss scale still contained in ``grad`` (a 0-d tensor for fused optimizers);
+                negative if the optimizer maximizes.
         """
 
     def adjust_weight_(self, weight: Tensor, mask: Tensor, lr: float) -> None:

@@ -24,6 +24,9 @@ from sparsepretrain.sparsity.engine.own_forwards import forward_objection, layer
 from sparsepretrain.sparsity.engine.sharing import shared_weights
 from sparsepretrain.sparsity.method import Method
 
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""Types of a weight that can be sparse."""
+
 SUPPORTED = "(supported: nn.Linear, nn.Conv2d, transformers' Conv1D)"
 """Kinds of layers, in messages."""
 
@@ -42,14 +45,14 @@ def select_layers(model: nn.Module, patterns: list[str], exclude: Sequence[str])
         names[module] += name, f".{name}"
     for module, aliases in names.items():  # a module under two names appears once
         name = aliases[0]
-        hits = {p for p in patterns for alias in aliases if fnmatchcase(alias, p)}
+        hits = {p for p in patterns for alias in aliases if _matches(alias, p)}
         if not hits:
             continue
         if not name:  # weights of all blocks may be one Parameter of the root
             if banks := dense_weights(module):
                 left_out[name] = _described(name, module, banks)
             continue
-        if any(fnmatchcase(alias, p) for alias in aliases for p in exclude):
+        if any(_matches(alias, p) for alias in aliases for p in exclude):
             pass
         elif isinstance(module, SparseLayer):
             problems.append(f"layer {name!r} is sparse already: call densify(model) first")
@@ -112,6 +115,11 @@ def select_layers(model: nn.Module, patterns: list[str], exclude: Sequence[str])
     return chosen
 
 
+def _matches(name: str, pattern: str) -> bool:
+    """Return True if a glob names a module; brackets may be part of a name."""
+    return name == pattern or fnmatchcase(name, pattern)
+
+
 def _computes_weight(layer: Any) -> bool:
     """Return True if the weight that a layer uses is not its Parameter."""
     stored = layer._parameters.get("weight")
@@ -155,6 +163,13 @@ def check_shapes(layers: dict[str, Any], method: Method) -> None:
     refuse_sharded(layers)
     problems: list[str | tuple[str, str]] = []
     m = method.options.m
+    for name, layer in layers.items():
+        if layer.weight.dtype not in DTYPES:
+            dtype = str(layer.weight.dtype).removeprefix("torch.")
+            problems.append(
+                f"layer {name!r} has a weight of {dtype}, expected real floating-point numbers of "
+                "16 bits or more: exclude it, or train a master copy in fp32 (fp8: precision='fp8')"
+            )
     odd: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, layer in layers.items():
         if torch.nn.parameter.is_lazy(layer.weight):

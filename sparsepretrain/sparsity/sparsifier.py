@@ -16,7 +16,12 @@ from sparsepretrain.sparsity.engine.attachments import holder_of
 from sparsepretrain.sparsity.engine.layers import SparseLayer, is_dtensor
 from sparsepretrain.sparsity.engine.model_state import BUFFERS, ModelState
 from sparsepretrain.sparsity.engine.sharing import require_unshared
-from sparsepretrain.sparsity.engine.steps import Steps, require_own_weights, require_present
+from sparsepretrain.sparsity.engine.steps import (
+    Steps,
+    require_known,
+    require_own_weights,
+    require_present,
+)
 from sparsepretrain.sparsity.fsdp.rows import Rows
 from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.method import Method, title
@@ -151,6 +156,7 @@ class Sparsifier:
         attached = self._state.attachment.optimizer
         require_own_weights(self.layers)
         require_unshared(self._state.root, self.layers)
+        require_known(self._state.root)
         if attached is None and self._rows.is_sharded:
             from sparsepretrain.sparsity.engine import shard_setup
 

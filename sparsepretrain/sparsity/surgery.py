@@ -19,6 +19,7 @@ from sparsepretrain.sparsity.engine.model_state import ModelState
 from sparsepretrain.sparsity.engine.operands import LayerOperands
 from sparsepretrain.sparsity.engine.own_forwards import read_attributes
 from sparsepretrain.sparsity.engine.sharing import require_unshared
+from sparsepretrain.sparsity.engine.steps import require_known
 from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.matmuls.fp8 import FP8Precision, precision_of
 from sparsepretrain.sparsity.matmuls.geometry import LayerSize
@@ -130,6 +131,11 @@ def sparsify_with(
 
     ``targets`` are globs. They replace ``options.targets``, which may have aliases such as ``ffn``.
     """
+    if torch.is_inference_mode_enabled():
+        raise ConfigError(
+            "sparsify was called in torch.inference_mode(), whose tensors cannot be trained: call "
+            "it outside"
+        )
     formats = precision_of(precision)
     policy = sparse_matmul_policy(sparse_matmuls)
     cls: type[Method] = registry.get("method", options.name)
@@ -200,7 +206,11 @@ def sparsifier_of(model: nn.Module) -> Sparsifier:
         raise ConfigError("the model is not sparse: call sparsify(model, method, targets=…)")
     if len(states) > 1:
         several = ", ".join(title(state.method) for state in states)
-        raise ConfigError(f"sparsify was called {len(states)} times ({several}): keep its handles")
+        raise ConfigError(
+            f"the model has {len(states)} sparse parts with counters of their own ({several}), "
+            "from several calls of sparsify or from copies of one: keep the handles, or call "
+            "sparsifier_of on each part"
+        )
     return Sparsifier(states[0])
 
 
@@ -228,6 +238,7 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
     layers = [*named.values()]
     states = {layer.sparse_model for layer in layers}
     require_unshared(model, named)
+    require_known(model)
     if any(layer.operands.rows.is_sharded for layer in layers):
         raise ConfigError(
             "a sharded model cannot be densified: save it, and load the checkpoint in one process"
@@ -235,8 +246,16 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
     folded: list[str] = []
     for state in states:
         state.sync(always=True)
+        state.watch_copy()
         phase = state.method.phase
         name = state.method.options.name
+        if phase.evaluation and not state.phase_is_final:
+            warnings.warn(
+                f"{title(state.method)} has not reached its pattern after {state.step} steps: "
+                f"densify leaves the weights of this phase, {phase.row.A}",
+                SparsePretrainWarning,
+                stacklevel=2,
+            )
         if not phase.evaluation and phase.reason:
             warnings.warn(
                 f"{name} evaluates dense weights {phase.reason}: densify leaves no zeros in them",

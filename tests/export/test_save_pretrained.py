@@ -182,3 +182,39 @@ def test_adapters_of_peft_are_merged_first(tmp_path):
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     fc = loaded.transformer.h[0].mlp.c_fc.weight
     assert float((fc == 0).float().mean()) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "steps", "pattern"),
+    [
+        ("sdgf", {"until": 0.5}, 3, "3:4"),
+        ("sdgf", {"until": 0.2}, 3, "2:4"),
+        ("mdgf", {"until": 0.5}, 3, None),
+        ("asp", {"at": 0.5}, 3, None),
+        ("asp", {"at": 0.2}, 3, "2:4"),
+    ],
+)
+def test_the_pattern_is_that_of_the_written_weights(tmp_path, method, options, steps, pattern):
+    model = gpt2()
+    handle = sp.sparsify(model, method, targets=["*.mlp.*"], total_steps=10, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    handle.attach(optimizer)
+    model.train()
+    for _ in range(steps):
+        model(torch.arange(16)[None]).logits.square().mean().backward()
+        optimizer.step()
+    sp.save_pretrained(model, tmp_path)
+    assert json.loads((tmp_path / "sparsity.json").read_text())["pattern"] == pattern
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m.transformer, lambda m: m])
+def test_the_layers_have_the_names_of_the_saved_model(tmp_path, wrap):
+    model = gpt2()
+    sp.sparsify(model, "ste", targets=["*.mlp.*"])
+    part = wrap(model)
+    sp.save_pretrained(part, tmp_path)
+    layers = json.loads((tmp_path / "sparsity.json").read_text())["layers"]
+    loaded = type(part).from_pretrained(tmp_path)
+    assert len(layers) == 4
+    for name in layers:
+        assert not loaded.get_submodule(name).weight.all()

@@ -609,3 +609,71 @@ def test_weights_that_are_tied_after_sparsify_are_refused(when, how):
         if when == "before attach":
             handle.attach(optimizer)
         optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
+)
+def test_weights_of_other_types_are_refused(dtype):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    values = torch.zeros(16, 16).to(dtype)
+    model[1].weight = nn.Parameter(values, requires_grad=False)
+    with pytest.raises(ConfigError, match=r"'1' has a weight of \w+, expected real floating-point"):
+        sp.sparsify(model, "ste", targets=["*"])
+    assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("name", ["layer[0]", "a*b", "what?", "[!x]"])
+def test_names_with_wildcards_match_themselves(name):
+    model = nn.ModuleDict({name: nn.Linear(16, 16), "other": nn.Linear(16, 16)})
+    assert list(sp.sparsify(model, "ste", targets=[name, "other"], exclude=["other"]).layers) == [
+        name
+    ]
+
+
+@pytest.mark.parametrize("linear", [True, False])
+def test_layers_are_called_with_the_keyword_of_torch(linear):
+    layer = nn.Linear(8, 8) if linear else nn.Conv2d(8, 8, 1)
+    model = nn.Sequential(layer)
+    sp.sparsify(model, "ste", targets=["*"])
+    x = draw(*((8, 8) if linear else (1, 8, 4, 4)), dtype=torch.float32)
+    assert torch.equal(layer(input=x), layer(x))
+
+
+def test_sparsify_in_inference_mode_is_refused():
+    model = Net()
+    with torch.inference_mode(), pytest.raises(ConfigError, match="inference_mode"):
+        sp.sparsify(model, "sste", targets=["fc1"])
+    sp.sparsify(model, "sste", targets=["fc1"])
+
+
+@pytest.mark.parametrize("method", sp.list_methods())
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_changes_nothing(method, default):
+    """Loaders of large models set it."""
+
+    def ends():
+        model, optimizer, _ = build(method, dtype=torch.float32)
+        train(model, optimizer, 0, 3)
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    expected = ends()
+    torch.set_default_dtype(default)
+    try:
+        found = ends()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_equal_bits(expected, found)
+
+
+def test_offloaded_buffers_are_refused():
+    from accelerate import cpu_offload
+
+    model, _, _ = build("sste", dtype=torch.float32)
+    expected = model.eval()(draw(4, 16, dtype=torch.float32))
+    cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=True)
+    with pytest.raises(ConfigError, match="offload_buffers=False"):
+        model(draw(4, 16, dtype=torch.float32))
+    other, _, _ = build("sste", dtype=torch.float32)
+    cpu_offload(other.eval(), execution_device=torch.device("cpu"))
+    assert torch.equal(other(draw(4, 16, dtype=torch.float32)), expected)

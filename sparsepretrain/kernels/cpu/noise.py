@@ -21,7 +21,7 @@ def uniform_noise(
     key: AnyKey | int, groups: int, features: int, words: int, device: torch.device
 ) -> list[Tensor]:
     """``words`` fp32 tensors (groups, features)."""
-    out = torch.empty(groups, words, features)
+    out = torch.empty(groups, words, features, dtype=torch.float32)
     _uniforms(out.numpy(), *stream(key))
     return list(out.unbind(1))
 

@@ -122,7 +122,7 @@ def _noise_kernel(
 @operator(
     "uniform_noise",
     fake=lambda tensors, numbers, groups, features, words, device: torch.empty(
-        words, groups, features, device=device
+        words, groups, features, device=device, dtype=torch.float32
     ),
 )
 def uniform_noise_op(
@@ -134,7 +134,7 @@ def uniform_noise_op(
     device: torch.device,
 ) -> Tensor:
     """Variant of :func:`uniform_noise` that returns one tensor (words, groups, features)."""
-    out = torch.empty(words, groups, features, device=device)
+    out = torch.empty(words, groups, features, device=device, dtype=torch.float32)
     key = key_arguments(tensors, numbers)
     if out.numel():
         launch_groups(_noise_kernel, 1, 0, out[0], out[-1], *key, indexed=True, WORDS=words)

@@ -18,9 +18,9 @@ from sparsepretrain.sparsity.matmuls.geometry import Convolution, Geometry
 class SparseConvolution(SparseLayer):
     """Mixin before nn.Conv2d: groups of M run along the input channels of each kernel position."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Return Y = X ∗ A(W) + b for X of shape (N, in_channels, H, W), or without N."""
-        return super().forward(x) if x.dim() != 3 else super().forward(x[None])[0]
+        return super().forward(input) if input.dim() != 3 else super().forward(input[None])[0]
 
     def geometry(self: Any, x: Tensor) -> tuple[Tensor, Geometry]:
         """Return X, padded unless the padding is zeros, and the convolution."""

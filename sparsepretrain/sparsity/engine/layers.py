@@ -209,14 +209,17 @@ class SparseLayer(nn.Module):
     operands: LayerOperands
     sparse_model: ModelState
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return Y = X·A(W)ᵀ + b for X of shape (…, in_features)."""
+    def forward(self, input: Tensor) -> Tensor:
+        """Return Y = X·A(W)ᵀ + b for X of shape (…, in_features), called ``input`` as in torch."""
+        x = input
         dtype = self._matmul_dtype(x)
         micro_batches = None
         if not torch.compiler.is_compiling():
             self._sync()
             if self.training:
                 micro_batches = self._begin_training_forward(x, dtype)
+            elif torch.is_grad_enabled():
+                self.operands.ran_in_evaluation = True
         target, operands = self.operands.get(self.weight, dtype, self.training)
         if x.is_nested:
             return self._nested(x, operands)
@@ -232,6 +235,11 @@ class SparseLayer(nn.Module):
 
     def _sync(self) -> None:
         """Follow counters that were loaded, or written while the mode changed."""
+        if self.sparsity.previous_mask.is_meta and not self.weight.is_meta:
+            raise ConfigError(
+                f"{self.sparsity.layer_name!r} has a weight, but its buffers are on the meta "
+                "device: offload parameters only (accelerate: offload_buffers=False)"
+            )
         if self.training is self.ran_in_training:
             self.sparse_model.sync()
         else:

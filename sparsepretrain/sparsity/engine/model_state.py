@@ -15,7 +15,11 @@ from torch import Tensor, nn
 
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.sparsity.clock import Clock, MicroBatches, fill
-from sparsepretrain.sparsity.engine.attachments import Attachment, frames_to_the_caller
+from sparsepretrain.sparsity.engine.attachments import (
+    Attachment,
+    frames_to_the_caller,
+    some_values,
+)
 from sparsepretrain.sparsity.engine.operands import LayerOperands
 from sparsepretrain.sparsity.matmuls.fp8 import FP8Precision
 from sparsepretrain.sparsity.matmuls.policy import SparseMatmulPolicy
@@ -80,13 +84,15 @@ class ModelState:
             root.register_state_dict_post_hook(partial(ModelState.after_state_dict, self)),
         ]
         self._warned_of_saving = False
+        self._copy: CopyWatch | None = None
+        """Watch over a copy, such as an average of weights; None: this is no copy."""
         self._seen: tuple[Tensor, int] | None = None  # buffer, its version: equal to the integers
         method.set_step(0)
         self.write()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of copies, which are not attached."""
-        return self.__dict__ | {"_seen": None, "attachment": Attachment()}
+        return self.__dict__ | {"_seen": None, "attachment": Attachment(), "_copy": CopyWatch()}
 
     @property
     def step(self) -> int:
@@ -214,6 +220,7 @@ class ModelState:
     def after_state_dict(self, module: nn.Module, *args: Any) -> None:
         """Refuse averaged counters; warn once if another library saves the dense weights."""
         self.sync(always=True)
+        self.watch_copy()
         if self._warned_of_saving or not self.method.phase.evaluation:
             return
         frame: Any = sys._getframe(1)
@@ -242,6 +249,34 @@ class ModelState:
             SparsePretrainWarning,
             stacklevel=frames_to_the_caller(),
         )
+
+    def watch_copy(self) -> None:
+        """Warn once if the weights of a copy keep changing and its counters do not.
+
+        YOLO's ModelEMA and ema_pytorch average floating-point tensors and leave integers out. Only
+        before the final pattern is reached: the copy would keep an earlier one.
+        """
+        if self._copy is None or self.root.training:
+            return
+        watched = self._watched_weight()
+        if self.phase_is_final or watched is None or watched[0].is_meta:
+            return
+        if self._copy.changes(watched[0], self.step):
+            warnings.warn(
+                f"the weights of this copy ({self.method.options.name}) change, but its counters "
+                f"stay at step {self.step}, so it keeps the phase of that step: copy integer "
+                "buffers too, as AveragedModel and timm's ModelEmaV3 do",
+                SparsePretrainWarning,
+                stacklevel=frames_to_the_caller(),
+            )
+
+    @property
+    def phase_is_final(self) -> bool:
+        """True if evaluation uses the final pattern of the method, not an earlier one."""
+        phase = self.method.phase
+        reached = phase.row.A.pattern == self.method.sparse_row.A.pattern
+        # STEP evaluates N:M weights while it still trains dense ones
+        return phase.evaluation and (reached or not phase.training)
 
     def _check_hooks(self) -> None:
         """Warn if the watched weight was updated without the hooks; see :class:`Attachment`."""
@@ -326,6 +361,8 @@ class ModelState:
             if self.operands[0].is_stale(module.training):
                 self.reshard()
         self.micro_batches.root_runs(module, args)
+        if self._copy is not None and not torch.compiler.is_compiling():
+            self.watch_copy()
 
     def reshard(self) -> None:
         """Let FSDP drop gathered operands, which belong to other weights or another phase."""
@@ -333,6 +370,27 @@ class ModelState:
             for module in self.root.modules():
                 if hasattr(module, "set_reshard_after_forward"):
                     module.reshard()  # type: ignore[operator]
+
+
+class CopyWatch:
+    """Changes of a weight of a copied model while its counters stay the same."""
+
+    def __init__(self) -> None:
+        self._values: Tensor | None = None
+        self._step = 0
+        self._count = 0
+        self._told = False
+
+    def changes(self, weight: Tensor, step: int) -> bool:
+        """Return True once, when the weight has changed twice: one change may be an edit."""
+        now = some_values(weight)
+        before, self._values = self._values, now
+        if self._told or before is None or step != self._step or before.shape != now.shape:
+            self._step, self._count = step, 0
+            return False
+        self._count += not torch.equal(before, now.to(before.device))
+        self._told = self._count > 1
+        return self._told
 
 
 def _checksum(values: list[int]) -> int:

@@ -43,7 +43,9 @@ class LayerOperands:
         self.stored_dtype: torch.dtype | None = None
         """Dtype of kept operands; None: they are made in every forward."""
         self.has_run = False
-        """True after a training forward of the layer, unless that was compiled."""
+        """True after a training forward of the layer since the last step, unless compiled."""
+        self.ran_in_evaluation = False
+        """True after a forward with gradients in evaluation mode since the last step."""
         self.initialized = True
         """False if the method's tensors left the meta device and have no values."""
         self.reset_due = False

@@ -313,7 +313,8 @@ class _Trial:
             y = cls.forward(probe, x)
         if not gradients:
             return [y]
-        tangent = torch.linspace(-1, 1, y.numel(), device="cpu").view(y.shape)
+        tangent = torch.linspace(-1, 1, y.numel(), device="cpu", dtype=torch.float32)
+        tangent = tangent.view(y.shape)
         inputs = [x, *leaves.values()]
         found = [y.detach()]
         # a backward of its own may limit gradients, or clean them

@@ -19,8 +19,8 @@ from sparsepretrain.sparsity.engine.attachments import frames_to_the_caller
 from sparsepretrain.sparsity.engine.layers import SparseLayer
 from sparsepretrain.sparsity.engine.model_state import ModelState
 from sparsepretrain.sparsity.engine.sharing import require_unshared
-from sparsepretrain.sparsity.method import Method
-from sparsepretrain.sparsity.operand_table import DW
+from sparsepretrain.sparsity.method import Method, title
+from sparsepretrain.sparsity.operand_table import DW, G, X
 
 
 class Steps:
@@ -44,6 +44,7 @@ class Steps:
         self._is_real_step = True  # False in a step that only creates optimizer state
         self._checked_rounding = False  # masked decay in low precision was looked at once
         self._checked_first = False  # what is looked at in the first step only
+        self._warned_of_evaluation = False
         self._unused_closure = False  # given to the present step, and not called so far
 
     @property
@@ -64,6 +65,7 @@ class Steps:
         require_own_weights(self.layers)
         if not self._checked_first:  # transformers ties weights when the embedding is resized
             require_unshared(self.state.root, self.layers)
+            require_known(self.state.root)
         require_held(self.layers, optimizer)
         self.take_baseline()
         self.state.check_step(ended=False)
@@ -109,7 +111,8 @@ class Steps:
         silent = [
             name
             for name, layer in self.layers.items()
-            if not layer.operands.has_run and layer.operands.rows.gradient(layer.weight) is not None
+            if not (layer.operands.has_run or layer.operands.ran_in_evaluation)
+            and layer.operands.rows.gradient(layer.weight) is not None
         ]
         if silent:
             more = f" and {len(silent) - 1} more layers" if len(silent) > 1 else ""
@@ -118,6 +121,36 @@ class Steps:
                 "module around it reads the weight itself, which is dense there (then exclude it), "
                 "or it was skipped in this step and something else gave it a gradient, such as a "
                 "penalty (then nothing is wrong)",
+                SparsePretrainWarning,
+                stacklevel=frames_to_the_caller(),
+            )
+
+    def warn_of_evaluation(self) -> None:
+        """Warn once of layers that are trained in evaluation mode, where gradients are plain.
+
+        Only of methods that change inputs or gradients, and of fp8: the weight that a forward
+        multiplies by is the same in both modes.
+        """
+        if self._warned_of_evaluation:
+            return
+        row = self.state.method.phase.row
+        plain = (row.Xf, row.Xw, row.P, row.U) == (X, X, G, G)
+        if plain and self.state.precision is None:
+            return
+        evaluated = [
+            name
+            for name, layer in self.layers.items()
+            if layer.operands.ran_in_evaluation
+            and not layer.operands.has_run
+            and layer.operands.rows.gradient(layer.weight) is not None
+        ]
+        if evaluated:
+            self._warned_of_evaluation = True
+            more = f" and {len(evaluated) - 1} more layers" if len(evaluated) > 1 else ""
+            warnings.warn(
+                f"{evaluated[0]!r}{more} was trained in evaluation mode, where inputs and "
+                f"gradients are not those of {title(self.state.method)}: call model.train(); to "
+                "freeze BatchNorm or dropout, call eval() of those modules alone",
                 SparsePretrainWarning,
                 stacklevel=frames_to_the_caller(),
             )
@@ -146,12 +179,17 @@ class Steps:
         """Apply J to the gradients that ``optimizer`` is about to use."""
         self.warn_of_bypassed()
         self.state.sync()
+        self.warn_of_evaluation()
         method = self.state.method
         if not _adjusts(method):
             return
         on_gradient = method.phase.row.J != DW
         # fused optimizers unscale inside their kernel, so the decay has to be scaled too
         scale = getattr(optimizer, "grad_scale", None)
+        scale = 1.0 if scale is None else scale
+        negates = getattr(optimizer, "maximize", False)  # where groups do not have it
+        groups = [g for g in optimizer.param_groups if g.get("maximize", negates)]
+        negated = {id(parameter) for group in groups for parameter in group["params"]}
         for name, layer in self.layers.items():
             operands = layer.operands
             weight = operands.rows.local(layer.weight)
@@ -167,7 +205,9 @@ class Steps:
                 continue
             rounds = self.decay > 0 and weight.dtype.itemsize < 4 and not self._checked_rounding
             before = grad.clone() if rounds else None
-            method.adjust_gradient_(grad, weight, mask, 1.0 if scale is None else scale)
+            # an optimizer that maximizes subtracts the gradient, and with it the decay
+            sign = -1.0 if id(operands.rows.parameter(layer.weight)) in negated else 1.0
+            method.adjust_gradient_(grad, weight, mask, sign * scale)
             if before is not None:
                 self._checked_rounding = True
                 warn_if_decay_is_lost(name, before, grad, weight, mask)
@@ -191,6 +231,8 @@ class Steps:
                     SparsePretrainWarning,
                     stacklevel=frames_to_the_caller(),
                 )
+        for layer in self.layers.values():
+            layer.operands.has_run = layer.operands.ran_in_evaluation = False
         masks = self._masks_before_update
         self._masks_before_update = {}
         found_inf = getattr(optimizer, "found_inf", None)
@@ -269,6 +311,28 @@ def require_present(root: nn.Module, layers: Mapping[str, SparseLayer]) -> None:
             f"sparse layers were replaced after sparsify: {', '.join(gone)}; "
             "sparsifier_of(model) returns a handle to the remaining ones"
         )
+
+
+def require_known(root: nn.Module) -> None:
+    """Refuse sparse layers that nobody steps, and modules that read the weight of one.
+
+    A copy of a layer (``copy.deepcopy``, ``modules_to_save`` of peft) has counters of its own.
+    """
+    modules = set(root.modules())
+    for name, module in root.named_modules():
+        if isinstance(module, SparseLayer):
+            other = module.sparse_model.root
+            if other not in modules and root not in set(other.modules()):
+                raise ConfigError(
+                    f"the sparse layer {name!r} is a copy of one (copy.deepcopy, modules_to_save "
+                    "of peft), whose masks and phases nothing updates: copy layers before sparsify"
+                )
+        base = getattr(module, "base_layer", None)
+        if isinstance(base, SparseLayer) and len(getattr(module, "lora_magnitude_vector", ())):
+            raise ConfigError(
+                f"the adapter {name!r} is of DoRA, which computes norms of the stored weight of a "
+                "sparse layer, and that is dense: use LoRA (use_dora=False), or exclude the layer"
+            )
 
 
 def require_own_weights(layers: Mapping[str, SparseLayer]) -> None:

@@ -206,7 +206,7 @@ def random_matmul(
 
     def draw(*size: int, holes: bool = False) -> Tensor:
         """Random numbers; with holes 2:4 along both axes, as on a chessboard."""
-        values = torch.randn(size, generator=generator, device=device)
+        values = torch.randn(size, generator=generator, device=device, dtype=torch.float32)
         if holes:
             values[::2, 1::2], values[1::2, ::2] = 0, 0
         return values.to(case.dtype)

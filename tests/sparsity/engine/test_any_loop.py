@@ -144,6 +144,7 @@ def test_averages_that_copy_buffers_follow_the_phases(method, options, project, 
     torch.testing.assert_close(average(x), reference)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(ste|tsrste) evaluates dense weights")
+        warnings.filterwarnings("ignore", "sdgf 1:8 has not reached its pattern")
         sp.densify(average)
     torch.testing.assert_close(average(x), reference)
     assert type(average.module.fc1) is nn.Linear and type(model.fc1) is not nn.Linear
@@ -222,7 +223,7 @@ def test_two_sparsifiers_of_one_seed_draw_differently():
     second.attach(optimizer)
     optimizer.step()
     assert (first.completed_steps, second.completed_steps) == (1, 1)
-    with pytest.raises(ConfigError, match="2 times"):
+    with pytest.raises(ConfigError, match="2 sparse parts"):
         sp.sparsifier_of(model)
 
 
@@ -480,3 +481,75 @@ def test_calls_of_one_layer_in_a_micro_batch_draw_independently():
     layer.weight.grad = None
     layer(x).backward(g)
     assert torch.equal(layer.weight.grad, first)
+
+
+EVALUATED = [
+    ("sdgp", {}, True),
+    ("act24", {}, True),
+    ("sste", {}, True),
+    ("tsrste", {"dense_tail": 0.0}, True),
+    ("sste", {"mvue": "none"}, False),
+    ("ste", {}, False),
+    ("srste", {"decay": 0.1}, False),
+]
+"""Method, options, and if gradients of evaluation mode differ."""
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize(("method", "options", "differs"), EVALUATED)
+def test_training_in_evaluation_mode_warns_where_it_differs(
+    method, options, differs, first, recwarn
+):
+    model, optimizer, _ = build(method, options)
+    train(model, optimizer, 0, first)
+    model.eval()
+    train(model, optimizer, first, first + 3)
+    lines = said(recwarn)
+    assert len(lines) == differs, lines
+    assert all("evaluation mode" in line and "call model.train()" in line for line in lines)
+
+
+def test_evaluation_beside_training_does_not_warn(silent):
+    """With or without gradients, between the forward and the step, and of inputs alone."""
+    model, optimizer, _ = build("sdgp")
+    for step in range(3):
+        x, gy = model.example(step)
+        model.eval()
+        attacked = x.clone().requires_grad_(True)
+        torch.autograd.grad(model(attacked).sum(), attacked)
+        model.train()
+        (model(x) * gy).sum().backward()
+        model.eval()
+        with torch.no_grad():
+            model(x)
+        model.train()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_dropout_may_be_evaluated_alone(silent):
+    model = nn.ModuleDict({"net": Net(), "drop": nn.Dropout(0.5)})
+    handle = sp.sparsify(model, "sdgp", targets=["*.fc1"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle.attach(optimizer)
+    model["drop"].eval()
+    for _ in range(2):
+        model["drop"](model["net"](draw(4, 16))).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_adapters_that_read_the_stored_weight_are_refused(after):
+    from peft import LoraConfig, get_peft_model
+
+    def adapted(model, dora):
+        return get_peft_model(model, LoraConfig(target_modules=["fc1"], use_dora=dora))
+
+    plain_lora = adapted(Net(torch.float32), dora=False)
+    sp.densify(sp.sparsify(plain_lora, "ste", targets=["*.fc2"]) and plain_lora)
+    model = Net(torch.float32)
+    handle = sp.sparsify(model, "ste", targets=["fc1", "fc2"])
+    adapted(model, dora=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"DoRA.*use_dora=False"):
+        sp.densify(model) if after else handle.attach(optimizer)

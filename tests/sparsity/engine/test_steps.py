@@ -508,3 +508,46 @@ def test_decay_lost_to_rounding_warns_once(dtype, decay, told, recwarn):
     train(model, optimizer, 0, 4)
     lines = [line for line in said(recwarn) if "masked decay changes only" in line]
     assert len(lines) == told and all("bfloat16" in line for line in lines)
+
+
+class Negates(torch.optim.Optimizer):
+    """Has the switch as an attribute only, as optimizers of pytorch_optimizer."""
+
+    def __init__(self, params, lr, maximize):
+        super().__init__(params, {"lr": lr})
+        self.maximize = maximize
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad, alpha=group["lr"] * (1 if self.maximize else -1))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, Negates])
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("srste", {"decay": 0.1}),
+        ("srste", {"decay": 0.1, "decay_on": "weight"}),
+        ("tsrste", {"decay": 0.1}),
+        ("bimask", {"decay": 0.1}),
+        ("asp", {"at": 0.0}),
+    ],
+)
+def test_maximizing_the_negated_loss_is_minimizing(method, options, cls, fused):
+    if fused and cls is Negates:
+        pytest.skip("has no fused step")
+    ends = []
+    for maximize in (False, True):
+        words = {"lr": 0.01, "maximize": maximize} | ({"fused": True} if fused else {})
+        model, optimizer, _ = build(method, options, cls=cls, **words)
+        for step in range(3):
+            x, gy = model.example(step)
+            loss = (model(x) * gy).sum()
+            (-loss if maximize else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append({name: p.detach() for name, p in model.named_parameters()})
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
