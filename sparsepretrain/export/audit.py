@@ -1,0 +1,504 @@
+"""Audit of the zeros in anybody's checkpoint: what is N:M, what is not, and what is claimed.
+
+Counts come from the files, a few megabytes at a time; the classes of the layers from a model
+without weights, built from config.json.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsepretrain.console import Console
+from sparsepretrain.data.preparation import Progress
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.export.claims import Claim, read_claims
+from sparsepretrain.export.perplexity import perplexities, read_tokens
+from sparsepretrain.export.weight_files import ModelWeights, Stored, WeightFiles, Weights
+from sparsepretrain.export.zero_counts import TINY, ZeroCounts, count_zeros
+from sparsepretrain.models.pretrained import quiet
+from sparsepretrain.runs import weights as weights_of_runs
+from sparsepretrain.runs.checkpoint import MANIFEST
+from sparsepretrain.runs.directory import RunDirectory
+from sparsepretrain.sparsity import densify
+from sparsepretrain.sparsity.coverage import count_weights
+from sparsepretrain.sparsity.engine.layer_classes import dense_weights, replacement_of
+
+FLOATS = {
+    *("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"),
+    *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+}
+"""Types that hold plain values, as safetensors and torch name them."""
+COMPRESSED = ("compressed", "bitmask", "weight_packed", "weight_shape", "row_offsets")
+"""Last parts of names of weights that are stored without their zeros, or in a few bits."""
+MASKS = ("mask", "weight_mask", "mma_mask")
+"""Ends of names of masks beside a weight (torch.nn.utils.prune, ASP)."""
+ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
+BLOCK = re.compile(r"(^|\.)\d+\.")
+"""Layers of repeated blocks have the number of the block in their names."""
+
+
+OnProgress = Callable[[int, int, str], None]
+"""Called with (done, all, text)."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something wrong with a checkpoint."""
+
+    kind: str
+    """Name of the defect."""
+    where: str
+    """Layer, tensor or file."""
+    text: str
+    is_note: bool = False
+    """True if it is no defect: groups with fewer than N non-zeros are N:M."""
+
+
+@dataclass
+class AuditedLayer:
+    """Weight that a matmul reads."""
+
+    name: str
+    """Name of the layer; of the tensor if no layer holds it."""
+    kind: str
+    """Class of the layer; ``bank``: one tensor with a matrix per expert; ``?``: unknown."""
+    axes: tuple[int, ...]
+    """The reduction axis of the forward matmul first, then the other one."""
+    counts: ZeroCounts
+    required: tuple[int, int] | None = None
+    """Pattern that the caller or a claim demands."""
+
+    @property
+    def pattern(self) -> tuple[int, int] | None:
+        """Pattern that the layer is judged by: the demanded one, else the one that it has."""
+        return self.required or self.counts.pattern(self.axes[0])
+
+
+@dataclass
+class Audit:
+    """Result of an audit."""
+
+    path: str
+    required: tuple[int, int] | None = None
+    """Pattern that the caller demands."""
+    layers: list[AuditedLayer] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)
+    embeddings: int = 0
+    """Entries of embeddings."""
+    perplexity: list[dict[str, Any]] = field(default_factory=list)
+    """One entry per window, see :func:`~sparsepretrain.export.perplexity.perplexities`."""
+
+    @property
+    def fails(self) -> bool:
+        """True if a pattern was demanded, and a layer does not have it or there is none."""
+        if self.required is None:
+            return False
+        judged = {layer.name for layer in self.layers if layer.required}
+        others = {layer.name for layer in self.layers} - judged
+        # what is wrong with files, or lies beside the layers, counts; declarations do not
+        wrong = [f for f in self.findings if not f.is_note and f.kind != "claim"]
+        return not judged or any(f.where not in others for f in wrong)
+
+    @property
+    def entries(self) -> int:
+        """Weights of all layers."""
+        return sum(layer.counts.entries for layer in self.layers)
+
+    @property
+    def nonzeros(self) -> int:
+        """Non-zero weights of all layers."""
+        return self.entries - sum(layer.counts.zeros for layer in self.layers)
+
+
+def audit(
+    path: str | Path,
+    *,
+    require: tuple[int, int] | None = None,
+    layers: Sequence[str] = (),
+    progress: OnProgress | None = None,
+) -> Audit:
+    """Audit a checkpoint of Hugging Face: a directory, or one safetensors file.
+
+    Args:
+        path: directory or file.
+        require: (N, M) that layers must have: those of ``layers``, else those that sparsity.json
+            names, else all linear layers and convolutions of repeated blocks.
+        layers: globs of layers.
+        progress: called with (read weights, all weights, text).
+
+    Raises:
+        CheckpointError: files are missing, damaged or pickled.
+        ConfigError: a glob matches no layer.
+    """
+    path = Path(path)
+    directory = path if path.is_dir() else path.parent
+    weights = WeightFiles(path)
+    claims = read_claims(directory)
+    result = audit_weights(
+        weights,
+        str(path),
+        model=model_of(directory) if path.is_dir() else None,
+        claims=claims if path.is_dir() else [],
+        require=require,
+        globs=layers,
+        progress=progress,
+    )
+    if path.is_dir():
+        for name in ADAPTERS:
+            if (path / name).exists():
+                text = "an adapter lies beside the model: loaders add it, and its product is dense"
+                result.findings.append(Finding("adapter", name, text))
+                break
+    weights.close()
+    return result
+
+
+def model_of(directory: Path) -> nn.Module | None:
+    """Return the model of config.json without weights; None: there is none that is known here."""
+    import transformers
+
+    with contextlib.suppress(Exception), quiet(str(directory)), torch.device("meta"):
+        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        names = config.architectures or ()
+        cls: Any = next((getattr(transformers, n) for n in names if hasattr(transformers, n)), None)
+        if cls is not None:
+            return cls(config)
+        return transformers.AutoModel.from_config(config)
+    return None
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Layer of a tensor."""
+
+    layer: str
+    kind: str
+    axes: tuple[int, ...]
+    is_embedding: bool = False
+
+
+def _places(model: nn.Module) -> dict[str, _Place]:
+    """Return the layers of a model by the names of their weights."""
+    census = count_weights(model)
+    places = {}
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if name in census.embeddings:
+            places[f"{name}.weight"] = _Place(name, kind, (1, 0), is_embedding=True)
+        elif name in census.linears:
+            axis = replacement_of(module).in_dim
+            places[f"{name}.weight"] = _Place(name, kind, (axis, 1 - axis))
+        for key, weight in dense_weights(module).items() if name not in census.linears else ():
+            tensor = f"{name}.{key}" if name else key
+            places[tensor] = _of_other(tensor, module, weight.dim())
+    return places
+
+
+def _of_other(tensor: str, module: nn.Module, dimensions: int) -> _Place:
+    """Return the place of a weight that is a Parameter of a module of another class."""
+    kind = type(module).__name__
+    if dimensions == 3 and not isinstance(module, nn.Conv1d):
+        # (experts, out, in), or (experts, in, out) as in GPT-OSS and Llama 4
+        is_transposed = getattr(module, "is_transposed", False)
+        return _Place(tensor, f"bank of {kind}", (1, 2) if is_transposed else (2, 1))
+    return _Place(tensor, kind, (1, 0))
+
+
+def _place_of(
+    name: str, stored: Stored, places: Mapping[str, _Place], prefix: str
+) -> _Place | None:
+    """Return the layer of a tensor of a file; None: it is no weight of a matmul."""
+    if len(stored.shape) < 2 or stored.dtype not in FLOATS:
+        return None
+    names = [name]
+    if prefix:  # files of a model without its head leave the prefix out
+        names += [f"{prefix}.{name}", name.removeprefix(f"{prefix}.")]
+    for each in names:
+        if each in places:
+            return places[each]
+    if places and not name.endswith("weight") and len(stored.shape) != 3:
+        return _Place(name, "?", (1, 0))
+    layer = name.removesuffix(".weight")
+    if len(stored.shape) == 3:
+        return _Place(layer, "?", (2, 1))
+    words = layer.lower()
+    is_embedding = not places and re.search(r"embed|(^|\.)(wte|wpe|shared)$", words) is not None
+    return _Place(layer, "?", (1, 0), is_embedding=is_embedding)
+
+
+def audit_weights(
+    weights: Weights,
+    path: str,
+    *,
+    model: nn.Module | None,
+    claims: Sequence[Claim],
+    require: tuple[int, int] | None,
+    globs: Sequence[str],
+    progress: OnProgress | None = None,
+) -> Audit:
+    """Do the work of :func:`audit` on tensors by name."""
+    result = Audit(path, require, claims=[*claims])
+    places = {} if model is None else _places(model)
+    prefix = str(getattr(model, "base_model_prefix", ""))
+    found = {n: _place_of(n, s, places, prefix) for n, s in weights.stored.items()}
+    kept = {name: place for name, place in found.items() if place is not None}
+    sizes = {m for _, m in [*([require] if require else ()), *_patterns(claims)]}
+    total = sum(_entries(weights, name) for name in kept)
+    done = 0
+    for name, place in kept.items():
+        if place.is_embedding:
+            result.embeddings += _entries(weights, name)
+        else:
+            counts = count_zeros(weights, name, place.axes, sizes)
+            result.layers.append(AuditedLayer(place.layer, place.kind, place.axes, counts))
+        done += _entries(weights, name)
+        if progress is not None:
+            progress(done, total, "reading")
+    _demand(result, require, globs)
+    for layer in result.layers:
+        result.findings += _judge(layer)
+    result.findings += _side_branches(weights, kept, places)
+    result.findings += _of_storage(weights)
+    for claim in claims:
+        result.findings += _against(claim, result)
+    return result
+
+
+def _patterns(claims: Sequence[Claim]) -> list[tuple[int, int]]:
+    return [claim.pattern for claim in claims if claim.pattern]
+
+
+def _entries(weights: Weights, name: str) -> int:
+    return math.prod(weights.stored[name].shape)
+
+
+def _demand(result: Audit, require: tuple[int, int] | None, globs: Sequence[str]) -> None:
+    """Write down which pattern each layer must have."""
+    for claim in result.claims:
+        for layer in result.layers:
+            if claim.covers(layer.name, layer.kind):
+                layer.required = claim.pattern
+    if require is None:
+        if globs:
+            raise ConfigError("--layers says which layers must be N:M: give --require N:M too")
+        return
+    named = {name for claim in result.claims if claim.pattern for name in claim.layers or ()}
+    chosen = {layer.name for layer in result.layers if BLOCK.search(layer.name)}
+    chosen = chosen or {layer.name for layer in result.layers}  # a model without repeated blocks
+    if globs:
+        chosen = set()
+        for glob in globs:
+            hits = {layer.name for layer in result.layers if fnmatchcase(f".{layer.name}", glob)}
+            hits |= {layer.name for layer in result.layers if fnmatchcase(layer.name, glob)}
+            if not hits:
+                raise ConfigError(f"--layers: no layer matches {glob!r}")
+            chosen |= hits
+    elif named:
+        chosen = named
+    for layer in result.layers:
+        layer.required = require if layer.name in chosen else None
+
+
+def _judge(layer: AuditedLayer) -> Iterator[Finding]:
+    """Yield the defects of a weight."""
+    counts = layer.counts
+    axis, other = layer.axes
+
+    def finding(kind: str, text: str) -> Finding:
+        return Finding(kind, layer.name, text)
+
+    if counts.not_finite:
+        yield finding("not_finite", f"{counts.not_finite:,} values are not finite")
+    if counts.negative_zeros:
+        text = (
+            f"{counts.negative_zeros:,} of {counts.zeros:,} zeros are -0.0: add 0.0 to the weight"
+        )
+        yield finding("negative_zeros", text)
+    pattern = layer.required or counts.pattern(axis)
+    if pattern is None:
+        turned = counts.pattern(other)
+        if turned is not None and counts.holds(other, *turned):
+            yield finding("wrong_axis", _wrong_axis(layer, turned))
+        return
+    n, m = pattern
+    if not counts.divides(axis, m):
+        size = counts.shape[axis]
+        yield finding("indivisible", f"axis {axis} has {size} entries, no multiple of {m}")
+    elif counts.holds(axis, n, m):
+        if below := counts.below(axis, n, m):
+            groups = sum(counts.groups[axis, m])
+            text = f"{below:,} of {groups:,} groups of {m} have fewer than {n} non-zeros"
+            yield Finding("too_sparse", layer.name, text, is_note=True)
+    elif counts.divides(other, m) and counts.holds(other, n, m):
+        yield finding("wrong_axis", _wrong_axis(layer, pattern))
+    elif counts.almost(axis, n, m):
+        text = f"values that should be zero are below {TINY:g} of the largest, and not zero: "
+        yield finding("almost_zero", text + "decay left them, and no mask was applied")
+    else:
+        above, groups = counts.above(axis, n, m), sum(counts.groups[axis, m])
+        own = counts.pattern(axis)
+        text = f"{above:,} of {groups:,} groups of {m} have more than {n} non-zeros"
+        if own is not None and counts.holds(axis, *own):
+            text += f": it is {own[0]}:{own[1]}"
+        elif not counts.zeros:
+            text += ": it is dense"
+        yield finding("too_dense", text)
+
+
+def _wrong_axis(layer: AuditedLayer, pattern: tuple[int, int]) -> str:
+    axis, other = layer.axes
+    text = f"it is {pattern[0]}:{pattern[1]} along axis {other}, and matmuls of {layer.kind} sum "
+    text += f"over axis {axis}"
+    if layer.kind == "?":
+        return (
+            f"it is {pattern[0]}:{pattern[1]} along axis 0, which is right for Conv1D of GPT-2 only"
+        )
+    return text
+
+
+def _side_branches(
+    weights: Weights, kept: Mapping[str, _Place], places: Mapping[str, _Place]
+) -> Iterator[Finding]:
+    """Yield matrices beside a layer, such as adapters, which add a dense product to it.
+
+    They are children of a layer, or tensors that the model of config.json does not have in a
+    module that it has. Loaders leave them out, or code of the author adds them.
+    """
+    layers = {place.layer for name, place in kept.items() if name.endswith("weight")}
+    modules = {name.rpartition(".")[0].rpartition(".")[0] for name in places}
+    for name, place in kept.items():
+        if name in places or place.kind != "?":
+            continue
+        parents = _parents(place.layer)
+        inside = next((parent for parent in parents if parent in layers), None)
+        further = bool(places) and parents and parents[0] in modules
+        if inside or further:
+            shape = " × ".join(map(str, weights.stored[name].shape))
+            beside = inside or f"{parents[0]} (config.json does not have it)"
+            yield Finding("side_branch", name, f"a matrix of {shape} beside {beside}")
+
+
+def _parents(name: str) -> list[str]:
+    """Return the modules around a name, the nearest first."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
+
+
+def _of_storage(weights: Weights) -> Iterator[Finding]:
+    """Yield what is wrong with how tensors are stored."""
+    for name, text in weights.defects.items():
+        yield Finding("files", name, text)
+    for name, (shape, dtype) in weights.stored.items():
+        head, _, last = name.rpartition(".")
+        if last in COMPRESSED:
+            text = "zeros are not stored (compressed weights): decompress the checkpoint first"
+            yield Finding("compressed", name, text)
+        elif last.endswith(MASKS):
+            masked = [f"{head}.weight", f"{head}.weight_orig"]
+            beside = [k for k in masked if k in weights.stored and weights.stored[k].shape == shape]
+            if beside:
+                text = (
+                    f"a mask lies beside {beside[0]}, and loaders do not apply it: multiply first"
+                )
+                yield Finding("unapplied_mask", head, text)
+        elif last.endswith("weight") and len(shape) > 1 and dtype not in FLOATS:
+            yield Finding("quantized", name, f"{dtype} are codes, whose zeros are not counted")
+
+
+def _against(claim: Claim, result: Audit) -> Iterator[Finding]:
+    """Yield what a file says and the weights do not."""
+    names = {layer.name for layer in result.layers}
+    for name in claim.named():
+        if name not in names:
+            yield Finding(
+                "missing_layer", name, f"{claim.source} names it, the weights do not have it"
+            )
+    covered = [layer for layer in result.layers if claim.covers(layer.name, layer.kind)]
+    if claim.pattern is not None:
+        pattern = "{}:{}".format(*claim.pattern)
+        wrong = [
+            layer.name for layer in covered if not layer.counts.holds(layer.axes[0], *claim.pattern)
+        ]
+        if not covered:
+            yield Finding("claim", claim.source, f"{pattern} is declared, of no layer that exists")
+        elif wrong:
+            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            text = f"{pattern} is declared of {len(covered)} layers, and {wrong[0]}{more} is not"
+            yield Finding("claim", claim.source, text)
+    elif claim.layers == ():
+        sparse = [layer.name for layer in result.layers if layer.counts.pattern(layer.axes[0])]
+        if sparse:
+            text = f"dense weights are declared, and {len(sparse)} layers are N:M ({sparse[0]})"
+            yield Finding("claim", claim.source, text)
+    if claim.zeros is not None and covered:
+        entries = sum(layer.counts.entries for layer in covered)
+        share = sum(layer.counts.zeros for layer in covered) / entries
+        if abs(share - claim.zeros) > 0.01:
+            text = f"{claim.zeros:.1%} zeros are declared, and there are {share:.1%}"
+            yield Finding("claim", claim.source, text)
+
+
+def audit_any(
+    checkpoint: str,
+    *,
+    require: tuple[int, int] | None,
+    layers: Sequence[str],
+    texts: Sequence[Path],
+    console: Console,
+) -> Audit:
+    """Audit what a user names: files of Hugging Face, or a run, by its evaluated weights.
+
+    Raises:
+        CheckpointError, ConfigError, DataError: with a one-line message.
+    """
+    path = Path(checkpoint).expanduser()
+    begin: dict[str, float] = {}
+
+    def progress(done: int, total: int, what: str, unit: str = "weights") -> None:
+        seconds = time.monotonic() - begin.setdefault(what, time.monotonic())
+        console.progress(Progress(what, done, total, unit, seconds))
+
+    is_run = (path / MANIFEST).is_file() or RunDirectory(path).checkpoints.is_dir()
+    if path.exists() and not is_run:
+        result = audit(path, require=require, layers=layers, progress=progress)
+        if texts:
+            tokens = read_tokens(path, texts)
+            result.perplexity = perplexities(
+                path, tokens, progress=functools.partial(progress, unit="windows")
+            )
+        console.stop()
+        return result
+    from sparsepretrain.training.assembly import evaluated_model  # 0.3 GB that files do not need
+
+    if texts:
+        raise ConfigError("--text needs a tokenizer beside the weights: export the run first")
+    source = weights_of_runs.find(checkpoint, console.warn)
+    if source.config is None:
+        raise ConfigError(f"{checkpoint} is a name on the hub: download it, and give the directory")
+    _, model, sparsifier = evaluated_model(source)
+    proof = sparsifier.prove()
+    claims = []
+    if proof.sparse:
+        claims.append(Claim("the run", sparsifier.method.pattern, tuple(sparsifier.layers)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of dense phases and adapters: the audit says so
+        dense = densify(model)
+    # a head that is tied to the embedding is no weight of its own
+    state = ModelWeights({name: p.detach() for name, p in dense.named_parameters()})
+    return audit_weights(
+        state, str(source.path), model=dense, claims=claims, require=require, globs=layers
+    )
