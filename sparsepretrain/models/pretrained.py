@@ -254,9 +254,7 @@ def _refuse_quantized(path: str) -> None:
 
     transformers loads them as if they were the weights; scales beside them are left out.
     """
-    with quiet(path):
-        files = _weight_files(path)
-    for file in files:
+    for file in weight_files(path):
         for name, kind in _codes(file):
             if name.endswith("weight"):
                 raise CheckpointError(
@@ -265,12 +263,21 @@ def _refuse_quantized(path: str) -> None:
                 )
 
 
-def _weight_files(path: str) -> list[Path]:
+def checkpoint_file(path: str, name: str) -> Path | None:
+    """Return a file of a checkpoint, from the cache if it is on the hub; None: it has none."""
+    from transformers import utils
+
+    with quiet(path):
+        file = utils.cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+    return None if file is None else Path(file)
+
+
+def weight_files(path: str) -> list[Path]:
     """Return the files that transformers reads the weights from."""
     from transformers import utils
 
     # of a name on the hub: in its cache
-    folder = Path(str(utils.cached_file(path, utils.CONFIG_NAME))).parent
+    folder = Path(str(checkpoint_file(path, utils.CONFIG_NAME))).parent
     safe = utils.SAFE_WEIGHTS_NAME, utils.SAFE_WEIGHTS_INDEX_NAME
     for whole, index in (safe, (utils.WEIGHTS_NAME, utils.WEIGHTS_INDEX_NAME)):
         if (folder / whole).is_file():
