@@ -124,8 +124,19 @@ class Pretrained(Headable):
 
     @staticmethod
     def vocabulary(options: PretrainedOptions) -> int:
-        """Return the number of rows of the embedding."""
-        return int(_config(str(options.path), "causal_lm", 0).get_text_config().vocab_size)
+        """Return the number of rows of the embedding.
+
+        Raises:
+            ConfigError: the model reads images or sound.
+        """
+        config = _read(str(options.path))
+        rows = getattr(config.get_text_config(), "vocab_size", None)
+        if rows is None:
+            raise ConfigError(
+                f"model.path={options.path} ({config.model_type}) is no language model: it has no "
+                "vocabulary; choose a checkpoint that reads text"
+            )
+        return int(rows)
 
     @staticmethod
     def positions(options: PretrainedOptions) -> int | None:
