@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsepretrain.errors import CheckpointError, ConfigError, SparsePretrainError, reason
-from sparsepretrain.files import read_json
+from sparsepretrain.files import lfs_pointer, read_json
 from sparsepretrain.models import Head, Headable
 from sparsepretrain.models._families import roles_of
 from sparsepretrain.models._recipe import last_token
@@ -165,6 +165,9 @@ class Pretrained(Headable):
 def _loaded(path: str, kind: str, outputs: int, **more: Any) -> tuple[Any, dict[str, Any]]:
     """Return the model with the weights of a checkpoint, and what transformers says of names."""
     with quiet(path), _one_line(f"{path} cannot be loaded"):
+        for file in weight_files(path):
+            if file.is_file() and (problem := lfs_pointer(file)):
+                raise CheckpointError(f"{file} {problem}")
         model, info = _class(kind).from_pretrained(
             path,
             config=_config(path, kind, outputs),
@@ -410,6 +413,9 @@ def _read(path: str) -> Any:
 
     if Path(path, "adapter_config.json").is_file():
         raise CheckpointError(f"model.path={path} {ADAPTER}")
+    config_file = Path(path, "config.json")
+    if config_file.is_file() and (problem := lfs_pointer(config_file)):
+        raise CheckpointError(f"{config_file} {problem}")
     with quiet(path), _one_line(f"model.path={path} cannot be read"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if method := quantization(config):

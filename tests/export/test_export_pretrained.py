@@ -192,7 +192,7 @@ def probabilities(directory):
     return {name: logits.softmax(1)[:, row] for row, name in model.config.id2label.items()}
 
 
-def labelled(source, root, labels, *words):
+def fine_tuned(source, root, labels, *words):
     """``train`` for one step that changes nothing."""
     first, second = spam_or_ham(root)
     typed = ["task=labelled_files", f"data.train=['{first}']", f"data.validation=['{second}']"]
@@ -206,9 +206,9 @@ def test_a_head_with_names_in_another_order_follows_the_data(tmp_path, config):
     source = tmp_path / "hf"
     named_checkpoint(source, ["SPAM", "ham"], config)
     before = probabilities(source)
-    first, out, _ = labelled(source, tmp_path, "ham,spam")
+    first, out, _ = fine_tuned(source, tmp_path, "ham,spam")
     assert "its rows were put in the order of data.labels, ham, spam" in out
-    second, out, _ = labelled(first, tmp_path, "spam,ham")  # a run is a source, too
+    second, out, _ = fine_tuned(first, tmp_path, "spam,ham")  # a run is a source, too
     assert "its rows were put in the order of data.labels, spam, ham" in out
     for run in (first, second):
         exported = export(run)[0]
@@ -216,7 +216,7 @@ def test_a_head_with_names_in_another_order_follows_the_data(tmp_path, config):
         torch.testing.assert_close(after["spam"], before["SPAM"], rtol=1e-3, atol=1e-5)
         torch.testing.assert_close(after["ham"], before["ham"], rtol=1e-3, atol=1e-5)
         assert_batches_equal_evaluation(run, exported)
-    _, out, _ = labelled(first, tmp_path, "ham,spam", "seed=1")
+    _, out, _ = fine_tuned(first, tmp_path, "ham,spam", "seed=1")
     assert "its rows" not in out
     with pytest.raises(ConfigError, match=r"data\.labels: expected the order of the run"):
         typed = [f"data.validation=['{tmp_path}/dev.jsonl']", "data.labels=[spam,ham]"]
@@ -233,7 +233,7 @@ def test_a_head_with_names_in_another_order_follows_the_data(tmp_path, config):
 )
 def test_exports_name_the_classes_of_the_data(tmp_path, before, now, line):
     named_checkpoint(tmp_path / "hf", before)
-    run, out, _ = labelled(tmp_path / "hf", tmp_path, now)
+    run, out, _ = fine_tuned(tmp_path / "hf", tmp_path, now)
     assert line in out and ("its rows" in out) == ("its rows" in line)
     config = json.loads((export(run)[0] / "config.json").read_text())
     assert list(config["id2label"].values()) == now.split(",")

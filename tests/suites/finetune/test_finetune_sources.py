@@ -109,7 +109,7 @@ def test_resume_never_and_missing_sources_are_not_compared(finished, capsys):
 
 
 def test_a_run_as_source_is_known_by_its_manifest(finished, tmp_path, capsys):
-    source, words = finished
+    _, words = finished
     first = next((tmp_path / "runs").glob("*/*-s0"))
     assert main(["finetune", str(first), *QUICK, *words]) == 0
     manifest = first / "checkpoints/step_00000001/manifest.json"
