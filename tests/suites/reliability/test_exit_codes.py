@@ -105,6 +105,16 @@ def other_data(tiny, run, stop_after, tmp_path, **_):
     return run(f"data.files=['{file}']")
 
 
+def other_source(tiny, run, **_):
+    run()
+    source = tiny.directory() / "checkpoints" / "step_00000006"
+    words = (f"init.path='{source}'", "seed=1")
+    run(*words)
+    manifest = source / "manifest.json"
+    manifest.write_text(manifest.read_text() + "\n")
+    return run(*words)
+
+
 def disk_full(tiny, run, monkeypatch, **_):
     def full(tensors, file, *header):
         raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
@@ -137,6 +147,7 @@ CASES = {
     (2, "another process took over"): taken_over,
     (3, "data error"): lambda run, **_: run("data.files=[/nothing/*.txt]"),
     (4, "trained on other data"): other_data,
+    (4, "has changed since"): other_source,
     (4, "is whole"): functools.partial(damaged, steps=(4, 6)),
     (4, "disk full"): disk_full,
     (5, "nothing was updated"): lambda run, **_: run(*DIVERGES),
