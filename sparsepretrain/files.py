@@ -54,6 +54,19 @@ def require_file(path: Path) -> None:
         raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
+"""First line of the file that Git LFS leaves in place of one that was not fetched."""
+
+
+def lfs_pointer(path: str | Path) -> str:
+    """Return the problem of a file that is a pointer of Git LFS, or ""."""
+    if os.stat(path).st_size > 1024 or not os.path.isfile(path):
+        return ""
+    with open(path, "rb") as file:
+        is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
+    return "is a Git LFS pointer, not the file itself: run git lfs pull there" if is_pointer else ""
+
+
 def write_atomic(path: Path, content: str | bytes, *, tag: str = "") -> None:
     """Replace ``path`` atomically by ``content`` (text as UTF-8); see :func:`replacing`."""
     with replacing(path, tag=tag) as stream:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sparsepretrain.errors import DataError, reason
-from sparsepretrain.files import require_file
+from sparsepretrain.files import lfs_pointer, require_file
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "\0")
@@ -84,6 +84,8 @@ class FileCodec:
 
         try:
             require_file(file)  # a pipe would block
+            if problem := lfs_pointer(file):
+                raise ValueError(f"it {problem}")
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # tokenizers raises bare Exception
             raise DataError(f"{file} is not a tokenizer.json: {reason(error)}") from error

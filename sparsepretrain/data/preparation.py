@@ -138,7 +138,20 @@ def load(options: Any, *, on_progress: OnProgress | None = None) -> TokenData:
         raise DataError(source.missing()) from None
 
 
+def _refuse_same_splits(options: Any) -> None:
+    """Refuse a file, or a split of the hub, that two splits name: validation must be held out."""
+    seen: dict[str, str] = {}
+    for split in SPLITS:
+        value = getattr(options, split, None)
+        entries = [value] if isinstance(value, str) else value
+        for entry in entries if isinstance(entries, list | tuple) else ():
+            if (other := seen.setdefault(entry, split)) != split:
+                key = "split" if other == TRAIN and hasattr(options, "split") else other
+                raise DataError(f"data.{split}: {entry} is also one of data.{key}: name other data")
+
+
 def _locate(options: Any) -> tuple[Source, Path]:
+    _refuse_same_splits(options)
     source: Source = registry.get("source", options.source)(options)
     identity: dict[str, Any] = {
         "version": VERSION,

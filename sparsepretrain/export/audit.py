@@ -482,7 +482,9 @@ def audit_any(
             )
         console.stop()
         return result
-    from sparsepretrain.training.assembly import evaluated_model  # 0.3 GB that files do not need
+    from sparsepretrain.training.assembly import (
+        evaluated_model,
+    )  # takes memory, and files do not need it
 
     if texts:
         raise ConfigError("--text needs a tokenizer beside the weights: export the run first")

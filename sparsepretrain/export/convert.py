@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from sparsepretrain.errors import CheckpointError
 from sparsepretrain.export.audit import audit
 from sparsepretrain.export.tokenizer import make_tokenizer
 from sparsepretrain.models.pretrained import quiet
+from sparsepretrain.runs.origin import GENERATION
 from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.sparsity import Method, densify
 from sparsepretrain.sparsity.coverage import Proof
@@ -21,6 +23,7 @@ from sparsepretrain.sparsity.sparsifier import residual_weight
 from sparsepretrain.tasks import Task
 from sparsepretrain.training import derive
 from sparsepretrain.training.assembly import evaluated_model
+from sparsepretrain.training.classes import class_names
 
 WEIGHTS = "model.safetensors"
 TOLERANCE = 1e-4
@@ -39,10 +42,12 @@ class Converted:
     """Sparsity check of the evaluated weights without low-rank adapters."""
     model: nn.Module
     """Dense layers with exact zeros, on the CPU, in eval mode."""
+    tokenizer: Any
+    """Tokenizer of transformers; None: the model is timm's."""
     layers: list[str]
     """Names of the sparse layers."""
     inputs: dict[str, Tensor]
-    """Random batch of two samples."""
+    """Random batch of two samples; the second one of a classifier is padded."""
     logits: Tensor
     """fp32 logits of the evaluated model on ``inputs``."""
     merged: bool
@@ -70,34 +75,73 @@ def convert(source: WeightSource) -> Converted:
     merged = any(residual_weight(layer) is not None for layer in layers.values())
     dense = densify(copy.deepcopy(model))
     stock = task.recipe.stock(dense, task.model_options, getattr(task, "head", None))
-    inputs = _small_batch(task)
-    logits = run(model, inputs)
-    return Converted(source, task, method, proof, stock, list(layers), inputs, logits, merged)
+    if names := class_names(task):
+        stock.config.id2label = dict(enumerate(names))
+        stock.config.label2id = {name: row for row, name in enumerate(names)}
+    tokenizer = None
+    if hasattr(stock, "save_pretrained"):
+        checkpoint = None if source.run is None else source.run.pretrained
+        tokenizer = make_tokenizer(derive.tokenizer_file(source), checkpoint, task, stock)
+    inputs = small_batch(task, stock)
+    logits = evaluated_logits(task, model, inputs)
+    return Converted(
+        source, task, method, proof, stock, tokenizer, list(layers), inputs, logits, merged
+    )
+
+
+@torch.no_grad()
+def evaluated_logits(task: Task, model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """Return fp32 logits of a batch as evaluation computes them; see :func:`run`."""
+    if not hasattr(task, "head"):
+        return run(model, inputs)
+    tokens = inputs["input_ids"]
+    mask = inputs.get("attention_mask", torch.ones_like(tokens)).bool()
+    scores: Tensor = task.recipe.scores(model, tokens, mask, torch.zeros_like(mask))
+    return scores.float()
 
 
 @torch.no_grad()
 def run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     """Return fp32 logits of a batch, (…, classes), or (…, 2) for spans."""
-    if hasattr(model, "_recipe"):  # a head of this package
-        tokens = inputs["input_ids"]
-        return model(tokens, torch.ones_like(tokens, dtype=torch.bool)).float()
     output = model(**inputs)
     if hasattr(output, "start_logits"):
         return torch.stack([output.start_logits, output.end_logits], -1).float()
     return getattr(output, "logits", output).float()
 
 
-def _small_batch(task: Task) -> dict[str, Tensor]:
-    """Return two random samples under other libraries' input names."""
+def small_batch(task: Task, model: Any) -> dict[str, Tensor]:
+    """Return two random samples under other libraries' input names.
+
+    Args:
+        task: decides their kind.
+        model: the exported one: its embedding and its token ids bound the tokens.
+    """
     options = task.model_options
     generator = torch.Generator().manual_seed(0)
     if task.kind == "images":
         shape = (2, 3, options.image_size, options.image_size)
         return {"x": torch.randn(shape, generator=generator)}
-    rows: int = getattr(task.data_options, "vocab_size", None) or 256
-    ids = torch.randint(1, rows, (2, 2, 8), generator=generator)
+    config = model.config
+    allowed = torch.ones(model.get_input_embeddings().num_embeddings)
+    end: Any = getattr(config, "eos_token_id", None)
+    ends = end if isinstance(end, list) else [end]
+    pad: Any = getattr(config, "pad_token_id", None)
+    # transformers' classifiers look for these in the tokens
+    allowed[[i for i in (pad, *ends) if i is not None and i < len(allowed)]] = 0
+    ids = allowed.multinomial(32, replacement=True, generator=generator).reshape(2, 2, 8)
     inputs = {"input_ids": ids[0]}
-    return inputs | {"decoder_input_ids": ids[1]} if task.kind == "pairs" else inputs
+    if task.kind == "pairs":
+        return inputs | {"decoder_input_ids": ids[1]}
+    if getattr(task, "head", None) == "labels":
+        lengths = (8, 5)
+        inputs["attention_mask"] = torch.zeros_like(ids[0])
+        for row, length in enumerate(lengths):
+            inputs["attention_mask"][row, :length] = 1
+            if config.is_encoder_decoder:  # BART and T5 classify at their end-of-text token
+                ids[0, row, length - 1] = ends[0]
+            if pad is not None:
+                ids[0, row, length:] = pad
+    return inputs
 
 
 def write(converted: Converted, directory: Path) -> float:
@@ -119,10 +163,10 @@ def write(converted: Converted, directory: Path) -> float:
             model, str(directory), model_config=seen, model_args=arguments, safe_serialization=True
         )
     else:
-        tokenizer = make_tokenizer(derive.tokenizer_file(converted.source), task, model)
-        tokenizer.save_pretrained(directory)
+        converted.tokenizer.save_pretrained(directory)
         with quiet():
             model.save_pretrained(directory)  # type: ignore[operator]
+        _copy_generation(converted, directory)
     if converted.pattern is not None:
         result = audit(directory, require=converted.pattern, layers=converted.layers)
         if result.fails:
@@ -138,6 +182,16 @@ def write(converted: Converted, directory: Path) -> float:
     if not difference <= TOLERANCE * max(1.0, float(converted.logits.abs().max())):
         raise CheckpointError(f"logits of the written model differ from evaluation's: {difference}")
     return difference
+
+
+def _copy_generation(converted: Converted, directory: Path) -> None:
+    """Copy the settings of generation of the checkpoint that the run started from."""
+    run = converted.source.run
+    if run is None or hasattr(converted.task, "head"):
+        return
+    settings = run.pretrained / GENERATION
+    if settings.is_file():
+        shutil.copyfile(settings, directory / GENERATION)
 
 
 def load(converted: Converted, directory: Path) -> nn.Module:

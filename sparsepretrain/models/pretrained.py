@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsepretrain.errors import CheckpointError, ConfigError, SparsePretrainError, reason
-from sparsepretrain.files import read_json
+from sparsepretrain.files import lfs_pointer, read_json
 from sparsepretrain.models import Head, Headable
 from sparsepretrain.models._families import roles_of
 from sparsepretrain.models._recipe import last_token
@@ -124,8 +124,19 @@ class Pretrained(Headable):
 
     @staticmethod
     def vocabulary(options: PretrainedOptions) -> int:
-        """Return the number of rows of the embedding."""
-        return int(_config(str(options.path), "causal_lm", 0).get_text_config().vocab_size)
+        """Return the number of rows of the embedding.
+
+        Raises:
+            ConfigError: the model reads images or sound.
+        """
+        config = _read(str(options.path))
+        rows = getattr(config.get_text_config(), "vocab_size", None)
+        if rows is None:
+            raise ConfigError(
+                f"model.path={options.path} ({config.model_type}) is no language model: it has no "
+                "vocabulary; choose a checkpoint that reads text"
+            )
+        return int(rows)
 
     @staticmethod
     def positions(options: PretrainedOptions) -> int | None:
@@ -154,6 +165,9 @@ class Pretrained(Headable):
 def _loaded(path: str, kind: str, outputs: int, **more: Any) -> tuple[Any, dict[str, Any]]:
     """Return the model with the weights of a checkpoint, and what transformers says of names."""
     with quiet(path), _one_line(f"{path} cannot be loaded"):
+        for file in weight_files(path):
+            if file.is_file() and (problem := lfs_pointer(file)):
+                raise CheckpointError(f"{file} {problem}")
         model, info = _class(kind).from_pretrained(
             path,
             config=_config(path, kind, outputs),
@@ -254,9 +268,7 @@ def _refuse_quantized(path: str) -> None:
 
     transformers loads them as if they were the weights; scales beside them are left out.
     """
-    with quiet(path):
-        files = _weight_files(path)
-    for file in files:
+    for file in weight_files(path):
         for name, kind in _codes(file):
             if name.endswith("weight"):
                 raise CheckpointError(
@@ -265,12 +277,21 @@ def _refuse_quantized(path: str) -> None:
                 )
 
 
-def _weight_files(path: str) -> list[Path]:
+def checkpoint_file(path: str, name: str) -> Path | None:
+    """Return a file of a checkpoint, from the cache if it is on the hub; None: it has none."""
+    from transformers import utils
+
+    with quiet(path):
+        file = utils.cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+    return None if file is None else Path(file)
+
+
+def weight_files(path: str) -> list[Path]:
     """Return the files that transformers reads the weights from."""
     from transformers import utils
 
     # of a name on the hub: in its cache
-    folder = Path(str(utils.cached_file(path, utils.CONFIG_NAME))).parent
+    folder = Path(str(checkpoint_file(path, utils.CONFIG_NAME))).parent
     safe = utils.SAFE_WEIGHTS_NAME, utils.SAFE_WEIGHTS_INDEX_NAME
     for whole, index in (safe, (utils.WEIGHTS_NAME, utils.WEIGHTS_INDEX_NAME)):
         if (folder / whole).is_file():
@@ -392,6 +413,9 @@ def _read(path: str) -> Any:
 
     if Path(path, "adapter_config.json").is_file():
         raise CheckpointError(f"model.path={path} {ADAPTER}")
+    config_file = Path(path, "config.json")
+    if config_file.is_file() and (problem := lfs_pointer(config_file)):
+        raise CheckpointError(f"{config_file} {problem}")
     with quiet(path), _one_line(f"model.path={path} cannot be read"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if method := quantization(config):

@@ -25,7 +25,7 @@ from sparsepretrain.errors import (
     cannot_write,
 )
 from sparsepretrain.files import read_json, write_atomic, writer_tag
-from sparsepretrain.runs import checkpoint, ownership, record
+from sparsepretrain.runs import checkpoint, origin, ownership, record
 from sparsepretrain.runs.ownership import Ownership
 
 SET_ASIDE = re.compile(r"\.old-\d+$")
@@ -71,6 +71,12 @@ class RunDirectory:
     """Tokenizer of the model; missing for bytes and images."""
     tokenizer_settings_file = _Entry("tokenizer_config.json")
     """Name of its end-of-text token, if that was given or is declared beside the tokenizer."""
+    pretrained = _Entry("pretrained")
+    """Settings of the tokenizer and of generation of the Hugging Face checkpoint that the run
+    started from; an export has them."""
+    source_file = _Entry("source.json")
+    """Fingerprint of the checkpoint that the run started from, see
+    :mod:`~sparsepretrain.runs.origin`."""
     checkpoints = _Entry("checkpoints")
     """See :mod:`~sparsepretrain.runs.checkpoint`."""
     masks = _Entry("masks")
@@ -322,7 +328,13 @@ class RunDirectory:
         return record.read(self.probes_file) if self.probes_file.is_file() else []
 
     def is_finished(self, run: Run, end: int) -> bool:
-        """Return True if step ``end`` or a later one has an intact checkpoint and evaluation."""
+        """Return True if step ``end`` or a later one has an intact checkpoint and evaluation.
+
+        Raises:
+            CheckpointError: the run has checkpoints, and the one that it started from has changed.
+        """
+        if any(self.checkpoints.glob("step_*")):
+            origin.require_same(self.source_file, self)
         late = [path for step, path in checkpoint.saved(self.checkpoints).items() if step >= end]
         if all(checkpoint.Checkpoint(path).problem() is not None for path in late):
             return False

@@ -29,6 +29,7 @@ from sparsepretrain.sparsity.schedule import Window
 from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.training import compilation
 from sparsepretrain.training.batches import TrainingBatches
+from sparsepretrain.training.classes import class_names, named_classes, order_classes
 from sparsepretrain.training.ema import EMA
 from sparsepretrain.training.gradients import gradients
 from sparsepretrain.training.guard import Guard
@@ -326,6 +327,8 @@ def load_initial(
         console.info(f"initial weights: {path} ({model.__class__.__name__})")
         _tell_new(initial.new, console)
         _tell_unused(initial.unused, console)
+        if class_names(task):
+            order_classes(model, task, named_classes(model.config), initial.new, console)
         return {}
     method: type[Method] = registry.get("method", run.sparsity.name)
     same = keeps_function(method.finetuning, run.sparsity, source.config["sparsity"])
@@ -341,7 +344,8 @@ def load_initial(
         for name, value in state.items()
         if not any(part.startswith("sparsity") for part in name.split("."))
     }
-    _copy(model, weights, str(path), console)
+    new = _copy(model, weights, str(path), console)
+    order_classes(model, task, source.config["data"].get("labels", ()), new, console)
     kind = "stored weights" if stored else "the weights that it evaluates with"
     before = source.config["sparsity"]["name"]
     console.info(f"initial weights: {path} (step {source.step}, {before}), {kind}")
@@ -400,8 +404,12 @@ def evaluated_model(source: WeightSource) -> tuple[Task, nn.Module, Sparsifier]:
     return task, model.eval(), sparsifier
 
 
-def _copy(model: nn.Module, state: State, path: str, console: Console) -> None:
-    """Load by name; a head for another number of classes keeps its initial weights."""
+def _copy(model: nn.Module, state: State, path: str, console: Console) -> list[str]:
+    """Load by name; a head for another number of classes keeps its initial weights.
+
+    Returns:
+        names of the weights that were not loaded.
+    """
     current = model.state_dict()
     fitting = {}
     for name, value in state.items():
@@ -418,8 +426,10 @@ def _copy(model: nn.Module, state: State, path: str, console: Console) -> None:
     if not fitting:
         raise CheckpointError(f"{path} does not fit the model: no weight name in common")
     model.load_state_dict(fitting, strict=False)
-    _tell_new([name for name in current if name not in fitting], console)
+    new = [name for name in current if name not in fitting]
+    _tell_new(new, console)
     _tell_unused([name for name in state if name not in current], console)
+    return new
 
 
 def _require_finite(state: State, path: str) -> None:

@@ -21,6 +21,7 @@ from sparsepretrain.runs import weights
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.sparsity import Method
+from sparsepretrain.training.classes import is_reordered
 
 SET_BY_CHECKPOINT = (
     "model",
@@ -67,6 +68,10 @@ def evaluated(source: WeightSource, overrides: Sequence[str], config_dirs: Seque
         plain["init"]["path"] = None  # of the weights that the checkpoint replaces
         old = source.config["data"]
         new = plain["data"]
+        before, now = (data.get("labels", []) for data in (old, new))
+        if is_reordered(before, now):
+            text = f"expected the order of the run, {before}, got {now}: leave it out"
+            raise ConfigError([("data.labels", f": {text}")])
         if new != old and "tokenizer" in new and "tokenizer" in old:
             if given := sorted(typed & {"data.tokenizer", "data.vocab_size"}):
                 text = "token ids mean what the run's tokenizer says; leave it out"

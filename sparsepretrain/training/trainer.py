@@ -21,16 +21,17 @@ from sparsepretrain.errors import SparsePretrainError, own_warnings
 from sparsepretrain.kernels import pack_24
 from sparsepretrain.kernels.cusparselt.packed24 import slow_version
 from sparsepretrain.processes import started
-from sparsepretrain.runs import checkpoint, weights
+from sparsepretrain.runs import checkpoint, origin, weights
 from sparsepretrain.runs.checkpoint import ALONE
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.ownership import Lost, Ownership
 from sparsepretrain.runs.record import Record
+from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.runs.writer import Writer
 from sparsepretrain.sparsity.coverage import Proof
 from sparsepretrain.tracking.stream import Stream
 from sparsepretrain.tracking.wandb import check_login
-from sparsepretrain.training import plan, session_state
+from sparsepretrain.training import derive, plan, session_state
 from sparsepretrain.training.assembly import build_session
 from sparsepretrain.training.hardware import environment
 from sparsepretrain.training.identity import run_hashes
@@ -119,6 +120,8 @@ def _train(
             console.info(f"continuing from {source} (step {session.step})")
         other = source if source is named else None
         world.first(lambda: _write_files(session, directory, source, other))
+        if initial is not None:
+            world.first(lambda: _write_origin(session, directory, initial))
         return _run(session, directory, owner, console, resumed=source is not None)
 
 
@@ -149,6 +152,23 @@ def _write_files(
             directory.write(directory.tokenizer_settings_file, declare_end(end))
         directory.write(directory.tokenizer_file, text)
     directory.write(directory.environment_file, json.dumps(about, indent=1) + "\n")
+
+
+def _write_origin(session: Session, directory: RunDirectory, initial: WeightSource) -> None:
+    """Write the fingerprint of the checkpoint that the run starts from, and files of its export."""
+    directory.write(directory.source_file, origin.describe(str(initial.path)))
+    own = derive.tokenizer_file(initial)
+    text = session.task.tokenizer_file
+    same = own is not None and text is not None and own.read_bytes() == text.read_bytes()
+    if initial.config is None:
+        files = origin.kept_files(str(initial.path), same_tokenizer=same)
+    elif initial.run is not None and initial.run.pretrained.is_dir():
+        kept = sorted(initial.run.pretrained.iterdir())
+        files = {f.name: f.read_bytes() for f in kept if same or f.name == origin.GENERATION}
+    else:
+        files = {}
+    for name, content in files.items():
+        directory.write(directory.pretrained / name, content)
 
 
 def _run(

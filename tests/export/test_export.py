@@ -96,7 +96,7 @@ def test_exported_families_reload_with_equal_logits(kind, overrides, pattern, tm
     found: dict = {}
     exec("\n".join(line for line in code.splitlines() if "print" not in line), found)
     task, model, _ = evaluated_model(weights.find(run))
-    inputs = converting._small_batch(task)
+    inputs = converting.small_batch(task, found["model"])
     logits = converting.run(found["model"].eval(), inputs)
     torch.testing.assert_close(logits, converting.run(model, inputs))
 
@@ -166,8 +166,8 @@ def test_adapters_are_added_to_the_weights(tmp_path):
         directory, told = export(run)
     assert "adapters were added" in told and about(directory)["pattern"] is None
     task, model, _ = evaluated_model(weights.find(run))
-    inputs = converting._small_batch(task)
     stock = AutoModelForCausalLM.from_pretrained(directory).eval()
+    inputs = converting.small_batch(task, stock)
     torch.testing.assert_close(converting.run(stock, inputs), converting.run(model, inputs))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from sparsepretrain.errors import DataError, needs, reason
+from sparsepretrain.files import lfs_pointer
 
 CHUNK = 1 << 20
 """Bytes that are read at a time."""
@@ -145,6 +146,8 @@ def opened(path: str, key: str = "") -> Iterator[BinaryIO]:
     """
     try:
         with _open_regular(path) as plain:
+            if problem := lfs_pointer(path):
+                raise DataError(f"{path} {problem}")
             start = plain.read(8)
             opener = next((o for magic, o in OPENERS.items() if start.startswith(magic)), None)
             plain.seek(0)

@@ -299,8 +299,40 @@ def _is_begun(end: bytes) -> bool:
     return len(end) < length and all(byte & 0xC0 == 0x80 for byte in end[1:])
 
 
-def match(key: str, pattern: str) -> list[TextFile]:
-    """Return the files matching ``pattern``, named relative to its part without wildcards."""
+SAVED = ("state.json", "dataset_info.json", "dataset_dict.json")
+"""Files that ``save_to_disk`` of ``datasets`` writes beside the ``.arrow`` files with the rows."""
+
+
+def directory_hint(directory: str, suffix: str) -> str:
+    """Return what to name instead of a directory of files with ``suffix``."""
+    names = [name for name in SAVED if os.path.isfile(os.path.join(directory, name))]
+    if SAVED[2] not in names and len(names) < 2:
+        return f"use {directory}/**/*{suffix}"
+    split = '["train"]' if SAVED[2] in names else ""
+    return (
+        "save_to_disk of datasets wrote it; write Parquet by "
+        f"datasets.load_from_disk({directory!r}){split}.to_parquet(FILE) and name that file"
+    )
+
+
+def _refuse_saved(key: str, paths: list[str]) -> None:
+    """Refuse files of ``save_to_disk``, whose JSON files hold no rows."""
+    for path in paths:
+        directory, name = os.path.split(path)
+        if name in SAVED or name.endswith(".arrow"):
+            hint = directory_hint(directory, "")
+            if hint.startswith("save_to_disk"):
+                raise DataError(f"{key}: {path} holds no text: {hint}")
+
+
+def match(key: str, pattern: str, suffix: str = ".txt") -> list[TextFile]:
+    """Return the files matching ``pattern``, named relative to its part without wildcards.
+
+    Args:
+        key: configuration key of the pattern.
+        pattern: file or glob.
+        suffix: of the files that the source reads, for messages.
+    """
     expanded = os.path.abspath(os.path.expanduser(pattern))
     # a real file name may contain [ or *
     plain = os.path.exists(expanded) and not os.path.isdir(expanded)
@@ -310,11 +342,15 @@ def match(key: str, pattern: str) -> list[TextFile]:
             raise DataError(f"{key}: {path} is a link to a file that does not exist")
     paths = [path for path in paths if not os.path.isdir(path)]
     if not paths:
-        hint = f" (a directory: use {pattern}/**/*.txt)" if os.path.isdir(expanded) else ""
+        hint = ""
+        if os.path.isdir(expanded):
+            hint = f" (a directory: {directory_hint(expanded, suffix)})"
         if "[" in pattern:
             literal = pattern.replace("[", "[[]")
             hint = f" ([ is a wildcard: for the character itself write {literal})"
         raise DataError(f"{key}: no file matches {pattern}{hint}")
+    if suffix != ".arrow":
+        _refuse_saved(key, paths)
     fixed = expanded
     while plain or glob.has_magic(fixed):
         fixed, plain = os.path.dirname(fixed), False
@@ -327,7 +363,7 @@ def refuse_shared(files: Iterable[tuple[str, TextFile]]) -> None:
     seen: dict[str, str] = {}
     for key, file in files:
         if (other := seen.setdefault(file.path, key)) != key:
-            raise DataError(f"{key}: {file.path} is also one of {other}")
+            raise DataError(f"{key}: {file.path} is also one of {other}: name other data")
 
 
 def _cut(piece: Piece) -> Iterator[Piece]:

@@ -12,6 +12,9 @@ from sparsepretrain.data.source import SPLITS, TRAIN, Shard, Source, ranges
 from sparsepretrain.data.sources._files import match
 from sparsepretrain.errors import DataError, needs, reason
 
+SUFFIXES = {"json": ".jsonl", "parquet": ".parquet", "text": ".txt", "csv": ".csv"}
+"""``data.path`` that is a file format -> suffix of its files, for messages."""
+
 
 @dataclass(kw_only=True)  # no slots: combined with a base class that has slots
 class HubOptions:
@@ -58,7 +61,8 @@ class HubSource(Source):
         if self.local and not self.files:
             key = "data.path"
             patterns = [os.path.join(glob.escape(self.options.path), "**")]
-        return [file.stamp for pattern in patterns for file in match(key, pattern)]
+        suffix = SUFFIXES.get(self.options.path, ".arrow")
+        return [file.stamp for pattern in patterns for file in match(key, pattern, suffix)]
 
     def shards(self) -> list[Shard]:
         """Return ranges of rows; download the dataset if necessary."""

@@ -19,6 +19,7 @@ from sparsepretrain.data.sources._rows import (
     located,
     names_file,
     no_rows,
+    suffix_of,
     text,
 )
 from sparsepretrain.errors import Problems
@@ -118,7 +119,7 @@ class RecordSource(Source):
     def _files(self) -> Iterator[tuple[str, int, TextFile]]:
         for split, entries in self.options.entries.items():
             for part, entry in enumerate(entries):
-                for file in match(f"data.{split}", entry):
+                for file in match(f"data.{split}", entry, suffix_of(entry)):
                     yield split, part, file
 
 

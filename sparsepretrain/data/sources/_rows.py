@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from sparsepretrain.data.sources._compressed import BOM, is_compressed, opened
-from sparsepretrain.data.sources._files import CONVERT, SHARD_BYTES, refuse_other
+from sparsepretrain.data.sources._files import CONVERT, SHARD_BYTES, directory_hint, refuse_other
 from sparsepretrain.errors import DataError, needs, reason
-from sparsepretrain.files import parse_json
+from sparsepretrain.files import lfs_pointer, parse_json
 
 Row = dict[str, Any]
 """Column -> value."""
@@ -56,6 +56,8 @@ def no_rows(entry: str, key: str, none: str | None, *, is_file: bool) -> str:
         is_file: True if the entry cannot be a hub split.
     """
     problem = f"{entry!r} is not a {KNOWN} file"
+    if os.path.isdir(os.path.expanduser(entry)):
+        return f"{entry!r} is a directory: {directory_hint(entry, '.jsonl')}"
     if is_file:
         return f"{problem}: convert it, or rename it if it is one"
     # shipped configurations name hub splits
@@ -69,6 +71,11 @@ def names_file(entry: str) -> bool:
     is_pattern = any(character in entry for character in "/\\*?~")
     suffix = os.path.splitext(plain)[1].lower()
     return is_pattern or suffix in OTHERS
+
+
+def suffix_of(name: str) -> str:
+    """Return a suffix of the format of a file name or glob, for messages."""
+    return ".parquet" if format_of(name) == "parquet" else ".jsonl"
 
 
 def format_of(name: str) -> Format | None:
@@ -214,6 +221,8 @@ def _parse(line: bytes, place: str) -> Row:
         raise DataError(f"{place}: not UTF-8 text: {CONVERT}") from error
     except json.JSONDecodeError as error:  # its own line number is that within the line
         why = f"{error.msg} at character {error.pos + 1}"
+        if b"\r" in line.strip():
+            why += "; lines end in carriage returns (old Mac): convert them (tr '\\r' '\\n')"
         raise DataError(f"{place}: expected one JSON object per line: {why}") from error
     except ValueError as error:
         raise DataError(f"{place}: {error}") from error
@@ -238,6 +247,8 @@ def _parquet(path: str) -> Iterator[Any]:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     try:
+        if problem := lfs_pointer(path):
+            raise DataError(f"{path} {problem}")
         with ParquetFile(path) as file:
             yield file
     except (OSError, ArrowException) as error:

@@ -16,6 +16,7 @@ from sparsepretrain.data.sources._rows import (
     located,
     names_file,
     no_rows,
+    suffix_of,
     text,
 )
 from sparsepretrain.errors import DataError, Problems
@@ -85,7 +86,9 @@ class HfPairs(HubSource):
 
     def _local_files(self) -> dict[str, list[TextFile]]:
         named = self.options.local.items()
-        return {split: match(f"data.{split}", pattern) for split, pattern in named}
+        return {
+            split: match(f"data.{split}", pattern, suffix_of(pattern)) for split, pattern in named
+        }
 
     def documents(self, shard: Shard) -> Iterator[Document]:
         """Yield source and target in turn; skip rows with an empty side, as WMT has thousands."""

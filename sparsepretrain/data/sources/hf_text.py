@@ -20,7 +20,7 @@ from sparsepretrain.data.source import (
     TextOptions,
 )
 from sparsepretrain.data.sources._files import TextFile, match, refuse_shared
-from sparsepretrain.data.sources._hub import HubOptions, HubSource
+from sparsepretrain.data.sources._hub import SUFFIXES, HubOptions, HubSource
 from sparsepretrain.data.sources._rows import Format, Piece, Row, cut, format_of, located, text
 from sparsepretrain.errors import DataError, Problems
 from sparsepretrain.registry import register
@@ -108,7 +108,8 @@ class HfText(HubSource):
             key = "split" if split == TRAIN else split
             has = ", ".join(self.files)
             raise DataError(f"data.{key}: data.data_files has no {name!r} (it has {has})")
-        files = [file for p in self.files[name] for file in match("data.data_files", p)]
+        suffix = SUFFIXES[self.options.path]
+        files = [file for p in self.files[name] for file in match("data.data_files", p, suffix)]
         return list({file.path: file for file in files}.values())
 
     def _cut(self, files: list[TextFile]) -> list[Piece]:
@@ -125,6 +126,7 @@ class HfText(HubSource):
         """
         total = sum(piece.rows for piece in pieces)
         if fraction and total < 2:
+            self._require_texts(pieces)
             raise DataError(self._too_few(total))
         count = math.ceil(fraction * total)
         order = np.random.default_rng(self.options.seed).permutation(total if count else 0)
@@ -135,6 +137,21 @@ class HfText(HubSource):
             frozenset((chosen[first:last] - begin).tolist())
             for begin, (first, last) in zip(bounds, itertools.pairwise(places), strict=False)
         ]
+
+    def _require_texts(self, pieces: list[Piece]) -> None:
+        """Refuse rows without text: one row may be a file of another layout of JSON."""
+        column = self.options.text_column
+        try:
+            for piece in pieces:
+                for place, row in piece.read([column]):
+                    _text(place, row, column)
+        except DataError as error:
+            if self.options.path != "json":
+                raise
+            raise DataError(
+                f"{error}; expected one JSON object per line, or an array of objects, with the "
+                f"text under {column!r} (data.text_column)"
+            ) from error
 
     def _too_few(self, count: int) -> str:
         return f"{self.options.name} has {count} documents: too few for a validation split"

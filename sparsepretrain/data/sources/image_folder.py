@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparsepretrain.data.source import TRAIN, VALIDATION, IndexSource, Shard, SourceOptions
 from sparsepretrain.errors import DataError
-from sparsepretrain.files import require_file
+from sparsepretrain.files import lfs_pointer, require_file
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
@@ -107,6 +107,8 @@ class ImageFolder(IndexSource):
 
         path = Path(self.options.root).expanduser() / entry["path"]
         require_file(path)  # a pipe would block
+        if problem := lfs_pointer(path):
+            raise DataError(f"{path} {problem}")
         with Image.open(path) as image:
             image.load()
             return image

@@ -258,9 +258,15 @@ V = ["v.txt"]
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"test": ["train0.txt"]}, "data.test: {0}/train0.txt is also one of data.files"),
+        (
+            {"test": ["train0.txt"]},
+            "data.test: {0}/train0.txt is also one of data.files: name other data",
+        ),
         ({"validation": ["gone*"]}, "data.validation: no file matches {0}/gone*"),
-        ({"validation": V, "test": V}, "data.test: {0}/v.txt is also one of data.validation"),
+        (
+            {"validation": V, "test": V},
+            "data.test: {0}/v.txt is also one of data.validation: name other data",
+        ),
     ],
 )
 def test_overlapping_splits_are_refused(options, tmp_path, cache, changes, message):

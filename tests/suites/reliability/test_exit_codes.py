@@ -9,6 +9,7 @@ import signal
 
 import pytest
 import safetensors.torch
+import torch
 
 from sparsepretrain.cli import main
 from sparsepretrain.cli import train as verb
@@ -73,6 +74,12 @@ def plugin(tiny, run, tmp_path, **_):
     return run("sparsity=mine", *words)
 
 
+def failed_requirement(tmp_path, capfd, **_):
+    safetensors.torch.save_file({"0.weight": torch.ones(8, 8)}, tmp_path / "x.safetensors")
+    words = [f"{tmp_path / 'x.safetensors'}", "--require", "2:4", "--out", f"{tmp_path}"]
+    return main(["audit", *words]), "".join(capfd.readouterr())
+
+
 def claimed(tiny, run, **_):
     directory = tiny.directory()
     directory.mkdir(parents=True)
@@ -105,6 +112,16 @@ def other_data(tiny, run, stop_after, tmp_path, **_):
     return run(f"data.files=['{file}']")
 
 
+def other_source(tiny, run, **_):
+    run()
+    source = tiny.directory() / "checkpoints" / "step_00000006"
+    words = (f"init.path='{source}'", "seed=1")
+    run(*words)
+    manifest = source / "manifest.json"
+    manifest.write_text(manifest.read_text() + "\n")
+    return run(*words)
+
+
 def disk_full(tiny, run, monkeypatch, **_):
     def full(tensors, file, *header):
         raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
@@ -132,11 +149,13 @@ CASES = {
     (0, "trying the one before it"): damaged,
     (0, "metrics.jsonl stays complete"): tracker,
     (1, "ended the command"): plugin,
+    (1, "require 2:4"): failed_requirement,
     (2, "did you mean"): lambda run, **_: run("stesp=3"),
     (2, "another process is training"): claimed,
     (2, "another process took over"): taken_over,
     (3, "data error"): lambda run, **_: run("data.files=[/nothing/*.txt]"),
     (4, "trained on other data"): other_data,
+    (4, "has changed since"): other_source,
     (4, "is whole"): functools.partial(damaged, steps=(4, 6)),
     (4, "disk full"): disk_full,
     (5, "nothing was updated"): lambda run, **_: run(*DIVERGES),
