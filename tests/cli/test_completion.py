@@ -211,7 +211,7 @@ def test_all_flags_of_a_verb_are_completed(verb):
 def test_every_argument_has_a_kind(tmp_path):
     """A verb with an argument under a new name in ``--help`` has to say what completes it."""
     (tmp_path / "a_directory").mkdir()
-    free = {"N", "GLOB", "SEEDS", "NAME"}  # numbers, patterns and new names
+    free = {"N", "N:M", "GLOB", "SEEDS", "NAME"}  # numbers, patterns and new names
     first = {"KEY=VALUE": "seed=", "GROUP=OPTION": "sparsity=", "TABLE": "sste_table1"}
     first |= {"RUN|TABLE": "a_directory/", "CHECKPOINT": "a_directory/", "RUN": "a_directory/"}
     for verb in VERBS:
