@@ -33,7 +33,7 @@ class Stored(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors names it, such as ``BF16`` or ``I8``."""
+    """Name of the type in safetensors, such as ``BF16`` or ``I8``."""
 
 
 class Weights(ABC):
