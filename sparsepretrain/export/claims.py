@@ -18,7 +18,7 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class Claim:
-    """What a file says about the zeros of a checkpoint."""
+    """Statement of a file about the zeros of a checkpoint."""
 
     source: str
     """File, and key in it."""
