@@ -65,7 +65,7 @@ def device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch, "Generator", lambda device: generator())
-    monkeypatch.setattr(torch, "randn", lambda size, generator, device: randn(size))
+    monkeypatch.setattr(torch, "randn", lambda size, generator, device, dtype: randn(size))
     return torch.device("cuda", 0)
 
 
