@@ -235,11 +235,6 @@ class SparseLayer(nn.Module):
 
     def _sync(self) -> None:
         """Follow counters that were loaded, or written while the mode changed."""
-        if self.sparsity.previous_mask.is_meta and not self.weight.is_meta:
-            raise ConfigError(
-                f"{self.sparsity.layer_name!r} has a weight, but its buffers are on the meta "
-                "device: offload parameters only (accelerate: offload_buffers=False)"
-            )
         if self.training is self.ran_in_training:
             self.sparse_model.sync()
         else:

@@ -43,9 +43,9 @@ class LayerOperands:
         self.stored_dtype: torch.dtype | None = None
         """Dtype of kept operands; None: they are made in every forward."""
         self.has_run = False
-        """True after a training forward of the layer since the last step, unless compiled."""
+        """True after a training forward of the layer, unless compiled; see ``Steps``."""
         self.ran_in_evaluation = False
-        """True after a forward with gradients in evaluation mode since the last step."""
+        """True after a forward with gradients in evaluation mode, in the same way."""
         self.initialized = True
         """False if the method's tensors left the meta device and have no values."""
         self.reset_due = False
@@ -158,6 +158,11 @@ class LayerOperands:
                 f"layer {self.state.layer_name!r} came from the meta device and its "
                 f"{', '.join(self.state.method_tensors)} has no values: call sparsifier.reset() "
                 "once the weights are initialized, or load a checkpoint of the sparse model"
+            )
+        if self.state.previous_mask.is_meta and not weight.is_meta:
+            raise ConfigError(
+                f"layer {self.state.layer_name!r} has a weight, but its buffers are on the meta "
+                "device: offload parameters only (accelerate: offload_buffers=False)"
             )
         # masks and scales come from the master in fp32 or wider, never from a cast copy
         with torch.set_grad_enabled(graph):

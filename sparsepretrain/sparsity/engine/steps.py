@@ -144,6 +144,9 @@ class Steps:
             and not layer.operands.has_run
             and layer.operands.rows.gradient(layer.weight) is not None
         ]
+        for layer in self.layers.values():  # the next step is judged by its own forwards
+            layer.operands.has_run = False
+            layer.operands.ran_in_evaluation = False
         if evaluated:
             self._warned_of_evaluation = True
             more = f" and {len(evaluated) - 1} more layers" if len(evaluated) > 1 else ""
@@ -186,7 +189,7 @@ class Steps:
         on_gradient = method.phase.row.J != DW
         # fused optimizers unscale inside their kernel, so the decay has to be scaled too
         scale = getattr(optimizer, "grad_scale", None)
-        scale = 1.0 if scale is None else scale
+        scale = 1.0 if scale is None else scale  # a tensor: each product is a launch
         negates = getattr(optimizer, "maximize", False)  # where groups do not have it
         groups = [g for g in optimizer.param_groups if g.get("maximize", negates)]
         negated = {id(parameter) for group in groups for parameter in group["params"]}
@@ -206,8 +209,8 @@ class Steps:
             rounds = self.decay > 0 and weight.dtype.itemsize < 4 and not self._checked_rounding
             before = grad.clone() if rounds else None
             # an optimizer that maximizes subtracts the gradient, and with it the decay
-            sign = -1.0 if id(operands.rows.parameter(layer.weight)) in negated else 1.0
-            method.adjust_gradient_(grad, weight, mask, sign * scale)
+            is_negated = bool(negated) and id(operands.rows.parameter(layer.weight)) in negated
+            method.adjust_gradient_(grad, weight, mask, -scale if is_negated else scale)
             if before is not None:
                 self._checked_rounding = True
                 warn_if_decay_is_lost(name, before, grad, weight, mask)
@@ -231,8 +234,6 @@ class Steps:
                     SparsePretrainWarning,
                     stacklevel=frames_to_the_caller(),
                 )
-        for layer in self.layers.values():
-            layer.operands.has_run = layer.operands.ran_in_evaluation = False
         masks = self._masks_before_update
         self._masks_before_update = {}
         found_inf = getattr(optimizer, "found_inf", None)
