@@ -53,7 +53,7 @@ class Detached(Stopped):
 
 
 class Refused(ConfigError):
-    """Refusal of the scheduler, whatever the jobs are."""
+    """Refusal of the scheduler or the machine, which is no fault of the settings of a run."""
 
 
 @dataclass
@@ -167,7 +167,9 @@ class Submission(Progress):
                 stop = schedulers.stop_command(ids, local=self._is_local)
                 self._console.info(f"detached; to end the jobs: {stop}")
             if self._waiting:
-                self._console.info(f"{len(self._waiting)} runs wait until the command runs again")
+                self._console.info(
+                    f"not started, until the command runs again: {len(self._waiting)}"
+                )
             raise Detached(signals.exit_code)
 
     def _left(self, cell: StudyCell) -> bool:
@@ -309,7 +311,7 @@ class Submission(Progress):
         if most > (count := len(visible_devices())):
             given = self._conf.gpus_per_node is not None
             key = "hydra.launcher.gpus_per_node" if given else "parallel.nproc"
-            raise ConfigError(f"{key}: expected at most {count} GPUs, got {most}; lower it")
+            raise Refused(f"{key}: expected at most {count} GPUs, got {most}; lower it")
 
     def _start_local(self) -> None:
         """Start as many waiting cells as may run at a time."""
@@ -386,7 +388,7 @@ def submit(
                 return [job.job_id for job in executor.submit_array(list(jobs.values()))]
     except (submitit.core.utils.FailedJobError, RuntimeError, ValueError, OSError) as error:
         text = one_line(error).removeprefix("sbatch: ").removeprefix("error: ")[:300]
-        if gpus:  # nobody typed this number: it follows from parallel
+        if gpus:  # unless it was typed, this number follows from parallel.nproc
             text += f" (a job asks for {gpus} GPUs per node: hydra.launcher.gpus_per_node)"
         raise Refused(f"hydra.launcher: the jobs cannot be submitted: {text}") from error
 

@@ -11,7 +11,6 @@ import pytest
 
 from sparsepretrain import cli
 from sparsepretrain.console import Console
-from sparsepretrain.errors import ConfigError
 from sparsepretrain.runs.directory import find_runs
 from sparsepretrain.studies import jobs, launchers, schedulers, submission
 from sparsepretrain.studies.multirun import read_command
@@ -142,10 +141,10 @@ def test_local_jobs_get_the_gpus_that_this_machine_has(tiny, monkeypatch, capsys
     assert len(cells) == 1
     assert given(["0", "1"]) == [(1, [0])]
     assert given([]) == [(0, None)], "parallel.device=auto trains on the CPU there"
-    with pytest.raises(ConfigError, match=r"gpus_per_node: expected at most 1 GPUs, got 2"):
+    with pytest.raises(submission.Refused, match=r"gpus_per_node: expected at most 1 GPUs, got 2"):
         given(["0"], "hydra.launcher.gpus_per_node=2")
     two = ("parallel=ddp", "parallel.nproc=2", "batch.micro=1")
-    with pytest.raises(ConfigError, match=r"nproc: expected at most 1 GPUs, got 2"):
+    with pytest.raises(submission.Refused, match=r"nproc: expected at most 1 GPUs, got 2"):
         given(["0"], *two)
     assert given([], *two) == [(0, None)]
 
