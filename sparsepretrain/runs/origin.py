@@ -98,6 +98,7 @@ def _sampled_hash(file: Path) -> str:
     starts = {last * place // (PLACES - 1) for place in range(PLACES)}
     with open(file, "rb") as stream:
         if file.suffix == ".safetensors":
+            # read here, as safe_open does not tell where a tensor begins
             length = struct.unpack("<Q", stream.read(8))[0]
             header = stream.read(min(length, size))
             digest.update(header)

@@ -305,10 +305,16 @@ SAVED = ("state.json", "dataset_info.json", "dataset_dict.json")
 
 def directory_hint(directory: str, suffix: str) -> str:
     """Return what to name instead of a directory of files with ``suffix``."""
+    return _saved_hint(directory) or f"use {directory}/**/*{suffix}"
+
+
+def _saved_hint(directory: str) -> str:
+    """Return how to convert a directory of ``save_to_disk``; "" for another directory."""
     names = [name for name in SAVED if os.path.isfile(os.path.join(directory, name))]
-    if SAVED[2] not in names and len(names) < 2:
-        return f"use {directory}/**/*{suffix}"
-    split = '["train"]' if SAVED[2] in names else ""
+    has_splits = SAVED[2] in names
+    if not has_splits and len(names) < 2:
+        return ""
+    split = '["train"]' if has_splits else ""
     return (
         "save_to_disk of datasets wrote it; write Parquet by "
         f"datasets.load_from_disk({directory!r}){split}.to_parquet(FILE) and name that file"
@@ -319,10 +325,9 @@ def _refuse_saved(key: str, paths: list[str]) -> None:
     """Refuse files of ``save_to_disk``, whose JSON files hold no rows."""
     for path in paths:
         directory, name = os.path.split(path)
-        if name in SAVED or name.endswith(".arrow"):
-            hint = directory_hint(directory, "")
-            if hint.startswith("save_to_disk"):
-                raise DataError(f"{key}: {path} holds no text: {hint}")
+        is_saved = name in SAVED or name.endswith(".arrow")
+        if is_saved and (hint := _saved_hint(directory)):
+            raise DataError(f"{key}: {path} holds no text: {hint}")
 
 
 def match(key: str, pattern: str, suffix: str = ".txt") -> list[TextFile]:
@@ -349,7 +354,7 @@ def match(key: str, pattern: str, suffix: str = ".txt") -> list[TextFile]:
             literal = pattern.replace("[", "[[]")
             hint = f" ([ is a wildcard: for the character itself write {literal})"
         raise DataError(f"{key}: no file matches {pattern}{hint}")
-    if suffix != ".arrow":
+    if suffix != ".arrow":  # only datasets itself reads these
         _refuse_saved(key, paths)
     fixed = expanded
     while plain or glob.has_magic(fixed):
