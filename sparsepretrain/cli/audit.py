@@ -15,6 +15,7 @@ the files declare. CHECKPOINT is a Hugging Face directory, one .safetensors file
 Files are read a few megabytes at a time. Exit code 1: a layer does not have the required pattern.
 """
 SHOWN = 12
+"""Maximum number of findings that are printed; the page has all of them."""
 
 
 @register("verb", "audit")

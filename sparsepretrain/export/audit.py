@@ -24,7 +24,7 @@ from torch import nn
 from sparsepretrain.console import Console
 from sparsepretrain.data.preparation import Progress
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.export.claims import Claim, read_claims
+from sparsepretrain.export.claims import CONFIG, Claim, read_claims
 from sparsepretrain.export.perplexity import perplexities, read_tokens
 from sparsepretrain.export.weight_files import ModelWeights, Stored, WeightFiles, Weights
 from sparsepretrain.export.zero_counts import TINY, ZeroCounts, count_zeros
@@ -36,11 +36,6 @@ from sparsepretrain.sparsity import densify
 from sparsepretrain.sparsity.coverage import count_weights
 from sparsepretrain.sparsity.engine.layer_classes import dense_weights, replacement_of
 
-FLOATS = {
-    *("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"),
-    *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
-}
-"""Types that hold plain values, as safetensors and torch name them."""
 COMPRESSED = ("compressed", "bitmask", "weight_packed", "weight_shape", "row_offsets")
 """Last parts of names of weights that are stored without their zeros, or in a few bits."""
 MASKS = ("mask", "weight_mask", "mma_mask")
@@ -74,7 +69,7 @@ class AuditedLayer:
     name: str
     """Name of the layer; of the tensor if no layer holds it."""
     kind: str
-    """Class of the layer; ``bank``: one tensor with a matrix per expert; ``?``: unknown."""
+    """Class of the layer; ``bank of …``: a matrix per expert in one tensor; ``?``: unknown."""
     axes: tuple[int, ...]
     """The reduction axis of the forward matmul first, then the other one."""
     counts: ZeroCounts
@@ -111,7 +106,8 @@ class Audit:
         others = {layer.name for layer in self.layers} - judged
         # what is wrong with files, or lies beside the layers, counts; declarations do not
         wrong = [f for f in self.findings if not f.is_note and f.kind != "claim"]
-        return not judged or any(f.where not in others for f in wrong)
+        beside = any(f.kind == "side_branch" for f in wrong)
+        return not judged or beside or any(f.where not in others for f in wrong)
 
     @property
     def entries(self) -> int:
@@ -145,25 +141,25 @@ def audit(
         ConfigError: a glob matches no layer.
     """
     path = Path(path)
-    directory = path if path.is_dir() else path.parent
-    weights = WeightFiles(path)
-    claims = read_claims(directory)
-    result = audit_weights(
-        weights,
-        str(path),
-        model=model_of(directory) if path.is_dir() else None,
-        claims=claims if path.is_dir() else [],
-        require=require,
-        globs=layers,
-        progress=progress,
-    )
-    if path.is_dir():
-        for name in ADAPTERS:
-            if (path / name).exists():
-                text = "an adapter lies beside the model: loaders add it, and its product is dense"
-                result.findings.append(Finding("adapter", name, text))
-                break
-    weights.close()
+    is_directory = path.is_dir()
+    with contextlib.closing(WeightFiles(path)) as weights:
+        model = model_of(path) if is_directory else None
+        result = audit_weights(
+            weights,
+            str(path),
+            model=model,
+            claims=read_claims(path) if is_directory else [],
+            require=require,
+            globs=layers,
+            progress=progress,
+        )
+    if is_directory and model is None and (path / CONFIG).exists():
+        text = "describes no model of transformers: weights are taken for those of nn.Linear"
+        result.findings.append(Finding("unknown_model", CONFIG, text, is_note=True))
+    adapter = next((name for name in ADAPTERS if is_directory and (path / name).exists()), None)
+    if adapter is not None:
+        text = "an adapter lies beside the model: loaders add it, and its product is dense"
+        result.findings.append(Finding("adapter", adapter, text))
     return result
 
 
@@ -202,9 +198,10 @@ def _places(model: nn.Module) -> dict[str, _Place]:
         elif name in census.linears:
             axis = replacement_of(module).in_dim
             places[f"{name}.weight"] = _Place(name, kind, (axis, 1 - axis))
-        for key, weight in dense_weights(module).items() if name not in census.linears else ():
-            tensor = f"{name}.{key}" if name else key
-            places[tensor] = _of_other(tensor, module, weight.dim())
+        else:
+            for key, weight in dense_weights(module).items():
+                tensor = f"{name}.{key}" if name else key
+                places[tensor] = _of_other(tensor, module, weight.dim())
     return places
 
 
@@ -222,7 +219,7 @@ def _place_of(
     name: str, stored: Stored, places: Mapping[str, _Place], prefix: str
 ) -> _Place | None:
     """Return the layer of a tensor of a file; None: it is no weight of a matmul."""
-    if len(stored.shape) < 2 or stored.dtype not in FLOATS:
+    if len(stored.shape) < 2 or not stored.is_plain:
         return None
     names = [name]
     if prefix:  # files of a model without its head leave the prefix out
@@ -235,9 +232,8 @@ def _place_of(
     layer = name.removesuffix(".weight")
     if len(stored.shape) == 3:
         return _Place(layer, "?", (2, 1))
-    words = layer.lower()
-    is_embedding = not places and re.search(r"embed|(^|\.)(wte|wpe|shared)$", words) is not None
-    return _Place(layer, "?", (1, 0), is_embedding=is_embedding)
+    is_embedding = re.search(r"embed|(^|\.)(wte|wpe|shared)$", layer.lower()) is not None
+    return _Place(layer, "?", (1, 0), is_embedding=is_embedding and not places)
 
 
 def audit_weights(
@@ -361,13 +357,10 @@ def _judge(layer: AuditedLayer) -> Iterator[Finding]:
 
 def _wrong_axis(layer: AuditedLayer, pattern: tuple[int, int]) -> str:
     axis, other = layer.axes
-    text = f"it is {pattern[0]}:{pattern[1]} along axis {other}, and matmuls of {layer.kind} sum "
-    text += f"over axis {axis}"
+    text = f"it is {pattern[0]}:{pattern[1]} along axis {other}"
     if layer.kind == "?":
-        return (
-            f"it is {pattern[0]}:{pattern[1]} along axis 0, which is right for Conv1D of GPT-2 only"
-        )
-    return text
+        return f"{text}, which is right for Conv1D of GPT-2 only"
+    return f"{text}, and matmuls of {layer.kind} sum over axis {axis}"
 
 
 def _side_branches(
@@ -402,7 +395,8 @@ def _of_storage(weights: Weights) -> Iterator[Finding]:
     """Yield what is wrong with how tensors are stored."""
     for name, text in weights.defects.items():
         yield Finding("files", name, text)
-    for name, (shape, dtype) in weights.stored.items():
+    for name, stored in weights.stored.items():
+        shape = stored.shape
         head, _, last = name.rpartition(".")
         if last in COMPRESSED:
             text = "zeros are not stored (compressed weights): decompress the checkpoint first"
@@ -415,14 +409,15 @@ def _of_storage(weights: Weights) -> Iterator[Finding]:
                     f"a mask lies beside {beside[0]}, and loaders do not apply it: multiply first"
                 )
                 yield Finding("unapplied_mask", head, text)
-        elif last.endswith("weight") and len(shape) > 1 and dtype not in FLOATS:
-            yield Finding("quantized", name, f"{dtype} are codes, whose zeros are not counted")
+        elif last.endswith("weight") and len(shape) > 1 and not stored.is_plain:
+            text = f"{stored.dtype} are codes, whose zeros are not counted: dequantize the model"
+            yield Finding("quantized", name, text)
 
 
 def _against(claim: Claim, result: Audit) -> Iterator[Finding]:
     """Yield what a file says and the weights do not."""
     names = {layer.name for layer in result.layers}
-    for name in claim.named():
+    for name in claim.layers or ():
         if name not in names:
             yield Finding(
                 "missing_layer", name, f"{claim.source} names it, the weights do not have it"
@@ -482,9 +477,8 @@ def audit_any(
             )
         console.stop()
         return result
-    from sparsepretrain.training.assembly import (
-        evaluated_model,
-    )  # takes memory, and files do not need it
+    # imported here: it takes memory that an audit of files does not need
+    from sparsepretrain.training.assembly import evaluated_model
 
     if texts:
         raise ConfigError("--text needs a tokenizer beside the weights: export the run first")

@@ -78,7 +78,7 @@ def _layer(layer: AuditedLayer) -> dict[str, Any]:
     return values
 
 
-def judgment(layer: AuditedLayer) -> list[str]:
+def _judgment(layer: AuditedLayer) -> list[str]:
     """Return pattern, groups above and below N, and the share of non-zeros of a layer."""
     counts = layer.counts
     axis = layer.axes[0]
@@ -142,7 +142,7 @@ def as_markdown(audit: Audit) -> str:
     lines += ["| layer | class | shape | pattern | groups above N | below N | non-zeros |"]
     lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
     rows = [
-        [layer.name, layer.kind, " × ".join(map(str, layer.counts.shape)), *judgment(layer)]
+        [layer.name, layer.kind, " × ".join(map(str, layer.counts.shape)), *_judgment(layer)]
         for layer in audit.layers
     ]
     lines += [f"| {' | '.join(row)} |" for row in collapsed(rows)]

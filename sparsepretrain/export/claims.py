@@ -40,10 +40,6 @@ class Claim:
             return False
         return any(_is_meant(target, layer, kind) for target in self.targets)
 
-    def named(self) -> tuple[str, ...]:
-        """Return the layers that must exist."""
-        return self.layers or ()
-
 
 def _is_meant(target: str, layer: str, kind: str) -> bool:
     if target.startswith("re:"):

@@ -28,12 +28,28 @@ MAPPED = 1 << 26
 """Bytes after which a file is opened again: pages of its mapping count as memory of the process."""
 
 
+NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""Types that hold plain values, as safetensors names them."""
+
+
 class Stored(NamedTuple):
     """Shape and type of a stored tensor."""
 
     shape: tuple[int, ...]
     dtype: str
     """Name of the type in safetensors, such as ``BF16`` or ``I8``."""
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the tensor holds values, not codes of them."""
+        return self.dtype in NAMES.values()
 
 
 class Weights(ABC):
@@ -67,7 +83,7 @@ class ModelWeights(Weights):
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         self._state = state
         self.stored = {
-            name: Stored(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            name: Stored(tuple(tensor.shape), NAMES.get(tensor.dtype, str(tensor.dtype)))
             for name, tensor in state.items()
         }
         self.defects = {}
@@ -181,8 +197,3 @@ def _reading(file: Path) -> Iterator[Any]:
             yield tensors
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} is damaged: {one_line(error)[:200]}") from error
-
-
-def numbers(part: Tensor) -> Tensor:
-    """Return the values as fp32, and integers as they are."""
-    return part.to(torch.float32) if part.is_floating_point() else part

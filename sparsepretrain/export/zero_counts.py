@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sparsepretrain.export.weight_files import Weights, numbers
+from sparsepretrain.export.weight_files import Weights
 
 SIZES = (4, 8, 16)
 """Sizes M of groups that are counted in every weight."""
@@ -71,8 +71,9 @@ class ZeroCounts:
         zeros are not taken for a pattern.
         """
         found = []
-        for m in sorted(m for along, m in self.groups if along == axis):
-            counts = self.large[axis, m]
+        for (along, m), counts in self.large.items():
+            if along != axis:
+                continue
             groups = sum(counts)
             density = sum(k * count for k, count in enumerate(counts)) / max(1, groups * m)
             for n in range(1, m):
@@ -92,7 +93,7 @@ def count_zeros(
 
     Args:
         weights: where it is.
-        name: its name.
+        name: of a weight with plain values.
         axes: axes whose groups are counted.
         sizes: M of the groups, besides 4, 8 and 16.
     """
@@ -106,16 +107,15 @@ def count_zeros(
     for part in weights.parts(name, math.lcm(*fitting.get(0, []), 1)):
         if not part.numel():
             continue
-        values = numbers(part)
+        # fp8 has no arithmetic; fp64 stays, as its smallest values are zeros in fp32
+        values = part if part.dtype == torch.float64 else part.float()
         nonzero = values != 0
         zeros = values.numel() - int(nonzero.count_nonzero())
         counts.entries += values.numel()
         counts.zeros += zeros
-        large = nonzero
-        if values.is_floating_point():
-            if zeros:
-                counts.negative_zeros += int((~nonzero & values.signbit()).count_nonzero())
-            large = _large(values, nonzero, counts)
+        if zeros:
+            counts.negative_zeros += int((~nonzero & values.signbit()).count_nonzero())
+        large = _large(values, nonzero, counts)
         for axis, found in fitting.items():
             by_nonzeros = _by_nonzeros(nonzero, axis, found, full=not zeros)
             same = large is nonzero

@@ -98,6 +98,10 @@ def adapter_inside(directory):
     edit(directory, change)
 
 
+def branch_of_another_name(directory):
+    edit(directory, lambda t: t.update({f"{DOWN}.SLoRB_Weight": torch.randn(8, 16)}))
+
+
 def branch_beside(directory):
     shape = load_file(directory / FILE)[f"{DOWN}.weight"].shape
     edit(directory, lambda t: t.update({f"{DOWN}_dense.weight": torch.randn(shape)}))
@@ -178,6 +182,7 @@ PLANTED = {
     decayed_only: ("almost_zero", DOWN, True),
     infinite: ("not_finite", DOWN, True),
     adapter_inside: ("side_branch", f"{DOWN}.lora_A.weight", True),
+    branch_of_another_name: ("side_branch", f"{DOWN}.SLoRB_Weight", True),
     branch_beside: ("side_branch", f"{DOWN}_dense.weight", True),
     adapter_files: ("adapter", "adapter_config.json", True),
     dense_layer: ("too_dense", DOWN, True),
@@ -336,6 +341,20 @@ def test_all_plain_types_are_counted(tmp_path, dtype):
     save_file({"0.weight": pruned(32, 64).to(dtype)}, tmp_path / "x.safetensors")
     (layer,) = audit(tmp_path / "x.safetensors", require=(2, 4)).layers
     assert layer.counts.holds(1, 2, 4)
+
+
+def test_the_smallest_values_of_fp64_are_no_zeros(tmp_path):
+    weight = torch.full((4, 8), 1e-300, dtype=torch.float64)
+    save_file({"0.weight": weight}, tmp_path / "x.safetensors")
+    (layer,) = audit(tmp_path / "x.safetensors").layers
+    assert layer.counts.zeros == 0
+
+
+def test_a_model_that_transformers_does_not_have_is_noted(checkpoint, tmp_path):
+    directory = shutil.copytree(checkpoint, tmp_path / "x")
+    (directory / "config.json").write_text('{"model_type": "nobody"}')
+    (note,) = audit(directory, require=(2, 4)).findings
+    assert note.kind == "unknown_model" and note.is_note
 
 
 def test_scattered_zeros_are_no_pattern(tmp_path):
