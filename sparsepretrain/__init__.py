@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sparsepretrain.export.library import save_pretrained
-    from sparsepretrain.sparsity import Sparsifier, densify, list_methods, sparsifier_of, sparsify
+    from sparsepretrain.sparsity import (
+        Sparsifier,
+        densify,
+        list_methods,
+        mask_adapters,
+        sparsifier_of,
+        sparsify,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,6 +29,7 @@ __all__ = [
     "__version__",
     "densify",
     "list_methods",
+    "mask_adapters",
     "save_pretrained",
     "sparsifier_of",
     "sparsify",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sparsepretrain import registry
+from sparsepretrain.sparsity.adapters import mask_adapters
 from sparsepretrain.sparsity.method import Method, MethodOptions, Projection
 from sparsepretrain.sparsity.operand_table import Operand, Row
 from sparsepretrain.sparsity.schedule import Phase, Window
@@ -20,6 +21,7 @@ __all__ = [
     "Window",
     "densify",
     "list_methods",
+    "mask_adapters",
     "sparsifier_of",
     "sparsify",
     "sparsify_with",

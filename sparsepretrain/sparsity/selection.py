@@ -43,8 +43,11 @@ def select_layers(model: nn.Module, patterns: list[str], exclude: Sequence[str])
     names: dict[nn.Module, list[str]] = defaultdict(list)  # and with a dot before, for `*.x`
     for name, module in model.named_modules(remove_duplicate=False):
         names[module] += name, f".{name}"
+    adapters = _parts_of_adapters(model)
     for module, aliases in names.items():  # a module under two names appears once
         name = aliases[0]
+        if module in adapters:
+            continue
         hits = {p for p in patterns for alias in aliases if _matches(alias, p)}
         if not hits:
             continue
@@ -113,6 +116,19 @@ def select_layers(model: nn.Module, patterns: list[str], exclude: Sequence[str])
             stacklevel=4,
         )
     return chosen
+
+
+def _parts_of_adapters(model: nn.Module) -> set[nn.Module]:
+    """Return the modules of adapters of peft, such as ``lora_A``, without the wrapped layers.
+
+    Globs of the layers match them too: they lie below the names of the layers.
+    """
+    parts: set[nn.Module] = set()
+    for module in model.modules():
+        base = getattr(module, "base_layer", None)
+        if isinstance(base, nn.Module) and hasattr(module, "active_adapters"):
+            parts |= set(module.modules()) - set(base.modules()) - {module}
+    return parts
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.kernels import nonzeros_per_group, pack_rows
+from sparsepretrain.sparsity.adapters import mask_adapters as mask_adapters_of
 from sparsepretrain.sparsity.coverage import Coverage, Proof, cover, prove
 from sparsepretrain.sparsity.engine.attachments import holder_of
 from sparsepretrain.sparsity.engine.layers import SparseLayer, is_dtensor
@@ -132,7 +133,13 @@ class Sparsifier:
         """True if the next step trains with N:M operands."""
         return bool(self.method.phase.row.sparse)
 
-    def attach(self, optimizer: Any, *others: Any, only_finite: bool = False) -> None:
+    def attach(
+        self,
+        optimizer: Any,
+        *others: Any,
+        only_finite: bool = False,
+        mask_adapters: bool = True,
+    ) -> None:
         """Register hooks on the step of the optimizer that holds the sparse weights.
 
         Before a step they change gradients (J); after it they update counters, masks and operands,
@@ -146,6 +153,8 @@ class Sparsifier:
             optimizer, others: the optimizers of the model, such as Muon and AdamW, in any order.
             only_finite: training ends with the first gradient that is not finite. Then
                 ``found_inf`` of a fused optimizer is not read from the device after each step.
+            mask_adapters: mask adapters of peft on sparse layers, so that they merge to N:M: see
+                :func:`sparsepretrain.mask_adapters`. False: they stay dense branches.
 
         Raises:
             ConfigError: attached to another optimizer, not an optimizer, a sparse weight is
@@ -157,6 +166,8 @@ class Sparsifier:
         require_own_weights(self.layers)
         require_unshared(self._state.root, self.layers)
         require_known(self._state.root)
+        if mask_adapters:
+            mask_adapters_of(self._state.root)
         if attached is None and self._rows.is_sharded:
             from sparsepretrain.sparsity.engine import shard_setup
 
@@ -229,7 +240,6 @@ class Sparsifier:
         self._state.baseline_due = True
         self.refresh()
 
-    @torch.no_grad()
     def keep_zeros(self) -> None:
         """Let the fixed masks keep exactly the present non-zeros, which may be fewer than N of M.
 
@@ -242,6 +252,23 @@ class Sparsifier:
                 has more than N non-zeros.
         """
         self._require_sparse()
+        self.keep_masks({name: layer.weight != 0 for name, layer in self.layers.items()})
+
+    @torch.no_grad()
+    def keep_masks(self, masks: Mapping[str, Tensor]) -> None:
+        """Let the fixed masks be these, such as masks from calibration data.
+
+        Call this before :meth:`attach`; :meth:`reset` chooses by magnitude again.
+
+        Args:
+            masks: name of every sparse layer -> bool mask of the shape of the stored weight, with
+                at most N of M kept; other names are ignored.
+
+        Raises:
+            ConfigError: the method has no fixed mask (``asp`` with ``at=0``, ``slope``), a mask is
+                missing or has another shape, or a group keeps more than N.
+        """
+        self._require_sparse()
         method = self.method
         if not method.keeps_zeros:
             raise ConfigError(
@@ -249,10 +276,13 @@ class Sparsifier:
                 "at=0, or slope with mask=magnitude, and no window.start"
             )
         n, m = method.pattern
-        kept = {name: layer.weight != 0 for name, layer in self.layers.items()}
         full = []
-        for name, mask in kept.items():
-            nonzeros = nonzeros_per_group(mask, m, dim=self.layers[name].in_dim)
+        for name, layer in self.layers.items():
+            shape = tuple(layer.weight.shape)
+            found = tuple(masks[name].shape) if name in masks else None
+            if found != shape:
+                raise ConfigError(f"mask of {name}: expected shape {shape}, got {found}")
+            nonzeros = nonzeros_per_group(masks[name], m, dim=layer.in_dim)
             if count := int((nonzeros > n).sum()):
                 full.append(f"{name} ({count:,} of {nonzeros.numel():,})")
         if full:
@@ -261,9 +291,8 @@ class Sparsifier:
                 f"groups with more than {n} of {m} non-zeros: {', '.join(full[:3])}{more}: choose "
                 "masks by magnitude, or another pattern (n=4, m=4 keeps any zeros)"
             )
-        for name, mask in kept.items():
-            layer = self.layers[name]
-            layer.sparsity.mask.copy_(pack_rows(mask))
+        for name, layer in self.layers.items():
+            layer.sparsity.mask.copy_(pack_rows(masks[name].to(layer.weight.device).bool()))
             layer.operands.note_source(layer.weight)
         self._state.baseline_due = True
         self.refresh()
