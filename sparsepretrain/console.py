@@ -117,6 +117,16 @@ class Console:
             self._printed = (state.phase, time.monotonic())
             self.info(f"{state.phase}: {text}" if text else state.phase)
 
+    def counter(self, unit: str) -> Callable[[int, int, str], None]:
+        """Return a function that shows the progress of a loop: (done, all, phase)."""
+        begin: dict[str, float] = {}
+
+        def report(done: int, total: int, phase: str) -> None:
+            seconds = time.monotonic() - begin.setdefault(phase, time.monotonic())
+            self.progress(Preparation(phase, done, total, unit, seconds))
+
+        return report
+
     def step(self, line: dict[str, Any], total: int | None) -> None:
         """Show a line of the record: training on the live line, evaluations and switches above."""
         step = line["step"]

@@ -35,6 +35,7 @@ PACKAGES = {
     "model": "sparsepretrain.models",
     "optimizer": "sparsepretrain.optim",
     "probe": "sparsepretrain.training.probes",
+    "pruning": "sparsepretrain.pruning.methods",
     "verb": "sparsepretrain.cli",
 }
 """Kind -> package with the built-ins of that kind."""

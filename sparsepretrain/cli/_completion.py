@@ -37,7 +37,7 @@ PATH_LISTS = {"files", "data_files", "plugins", "roots"}
 SPLITS = {"train", "validation", "test"}
 """Last parts of keys whose value may be a list of files."""
 
-DIRECTORIES = {"resume", "runs_dir", "init.path", "model.path"}
+DIRECTORIES = {"resume", "runs_dir", "init.path", "init.mask", "model.path"}
 """Keys whose value is a directory."""
 
 VALUE = re.compile(r"(?P<head>.*[\[,]\s*|)(?P<quote>['\"]?)(?P<part>[^'\"]*)", re.DOTALL)
@@ -177,6 +177,8 @@ class Line:
                 return self._options(prefix, "", catalog(self.config_dirs))
             case "TABLE":
                 return self._tables(prefix)
+            case "METHOD":
+                return [name for name in registry.names("pruning") if name.startswith(prefix)]
             case "RUN|TABLE":
                 if not self.words:
                     return [*self._tables(prefix), *paths(prefix, directories=True)]

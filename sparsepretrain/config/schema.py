@@ -76,9 +76,15 @@ class Init:
     weights: Literal["auto", "master", "projected"] = "auto"
     """Stored or evaluated weights of the source; auto: stored for the same method, else evaluated,
     which keeps the function of the model."""
-    mask: Literal["magnitude", "zeros"] = "magnitude"
-    """Fixed masks of asp (at=0) and slope: the largest magnitudes, or the present non-zeros, which
-    may be fewer than N."""
+    mask: str = "magnitude"
+    """Fixed masks of asp (at=0) and slope. magnitude: the largest; zeros: the present non-zeros,
+    which may be fewer than N; wanda: by calibration on the training data; else the path of masks
+    that the verb ``prune`` wrote."""
+
+    def problems(self) -> Problems:
+        """Yield range errors as (key, message)."""
+        if self.mask in ("zeros", "wanda") and self.path is None:
+            yield "mask", f"must be magnitude or a file if init.path is null, got {self.mask}"
 
 
 @dataclass(slots=True, kw_only=True)

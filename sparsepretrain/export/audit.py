@@ -7,10 +7,8 @@ without weights, built from config.json.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import re
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +20,6 @@ import torch
 from torch import nn
 
 from sparsepretrain.console import Console
-from sparsepretrain.data.preparation import Progress
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.export.claims import CONFIG, Claim, read_claims
 from sparsepretrain.export.perplexity import perplexities, read_tokens
@@ -461,20 +458,13 @@ def audit_any(
         CheckpointError, ConfigError, DataError: with a one-line message.
     """
     path = Path(checkpoint).expanduser()
-    begin: dict[str, float] = {}
-
-    def progress(done: int, total: int, what: str, unit: str = "weights") -> None:
-        seconds = time.monotonic() - begin.setdefault(what, time.monotonic())
-        console.progress(Progress(what, done, total, unit, seconds))
-
     is_run = (path / MANIFEST).is_file() or RunDirectory(path).checkpoints.is_dir()
     if path.exists() and not is_run:
+        progress = console.counter("weights")
         result = audit(path, require=require, layers=layers, progress=progress)
         if texts:
             tokens = read_tokens(path, texts)
-            result.perplexity = perplexities(
-                path, tokens, progress=functools.partial(progress, unit="windows")
-            )
+            result.perplexity = perplexities(path, tokens, progress=console.counter("windows"))
         console.stop()
         return result
     # imported here: it takes memory that an audit of files does not need

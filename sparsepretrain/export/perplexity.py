@@ -49,27 +49,17 @@ def read_tokens(directory: Path, files: Sequence[Path]) -> list[int]:
         return [i for text in texts for i in tokenizer(text)["input_ids"]]
 
 
-@torch.no_grad()
 def perplexities(
-    directory: Path,
+    directory: str | Path,
     tokens: Sequence[int],
     windows: Sequence[int] = WINDOWS,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the perplexity of a checkpoint in windows that do not overlap.
-
-    Each window predicts all of its tokens but the first. Weights and scores are fp32.
+    """Return :func:`perplexities_of` a checkpoint, in fp32, on a GPU if there is one.
 
     Args:
         directory: a checkpoint that ``AutoModelForCausalLM`` loads.
-        tokens: ids of the text; what does not fill a window is left out.
-        windows: lengths; those that the model has no positions for, or the text does not fill once,
-            have a ``reason`` instead of numbers.
-        progress: called with (windows that are done, all, text).
-
-    Returns:
-        one entry per window: ``window``, ``windows``, ``predicted`` tokens, ``loss`` in nats,
-        ``perplexity``; or ``window`` and ``reason``.
+        tokens, windows, progress: see :func:`perplexities_of`.
 
     Raises:
         CheckpointError: transformers cannot load it.
@@ -91,8 +81,33 @@ def perplexities(
         raise CheckpointError(
             f"{directory}: the tokenizer has the id {max(tokens)}, and the embedding {rows} rows"
         )
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model.to(device)
+    model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return perplexities_of(model, tokens, windows, progress)
+
+
+@torch.no_grad()
+def perplexities_of(
+    model: Any,
+    tokens: Sequence[int],
+    windows: Sequence[int],
+    progress: Callable[[int, int, str], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Return the perplexity of a causal language model in windows that do not overlap.
+
+    Each window predicts all of its tokens but the first. Scores are fp32.
+
+    Args:
+        model: of transformers, in eval mode.
+        tokens: ids of the text; what does not fill a window is left out.
+        windows: lengths; those that the model has no positions for, or the text does not fill once,
+            have a ``reason`` instead of numbers.
+        progress: called with (windows that are done, all, text).
+
+    Returns:
+        one entry per window: ``window``, ``windows``, ``predicted`` tokens, ``loss`` in nats,
+        ``perplexity``; or ``window`` and ``reason``.
+    """
+    device = next(model.parameters()).device
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     results: list[dict[str, Any]] = []
     for window in windows:
@@ -106,7 +121,8 @@ def perplexities(
         total = 0.0
         for index in range(count):
             ids = torch.tensor([tokens[index * window : (index + 1) * window]], device=device)
-            scores = model(input_ids=ids).logits[0, :-1].float()
+            with quiet():  # of padding, which there is none of
+                scores = model(input_ids=ids).logits[0, :-1].float()
             total += float(torch.nn.functional.cross_entropy(scores, ids[0, 1:], reduction="sum"))
             if progress is not None:
                 progress(index + 1, count, f"window {window}")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from sparsepretrain.errors import CheckpointError, ConfigError, SparsePretrainError, reason
@@ -36,6 +37,16 @@ CLASSES = {
     "labels": "AutoModelForSequenceClassification",
     "spans": "AutoModelForQuestionAnswering",
 }
+
+
+class Loaded(NamedTuple):
+    """Model of transformers with the weights of a checkpoint, in fp32."""
+
+    model: Any
+    new: list[str]
+    """Names of weights that the checkpoint lacks, which are random."""
+    unused: list[str]
+    """Names of the checkpoint that the model lacks."""
 
 
 class InitialState(NamedTuple):
@@ -93,30 +104,9 @@ class Pretrained(Headable):
         Raises:
             CheckpointError: the files are damaged, or do not belong to the model of config.json.
         """
-        kind = head or "causal_lm"
-        path = str(options.path)
-        model, info = _loaded(path, kind, outputs)
-        body = model.base_model_prefix
-        prefix = _other_prefix(body, info)
-        if prefix is not None:
-            del model  # two would be in memory at once
-            renamed = {rf"^{re.escape(prefix)}\.": f"{body}."}
-            model, info = _loaded(path, kind, outputs, key_mapping=renamed)
-        if getattr(model, "_hf_peft_config_loaded", False):
-            raise CheckpointError(f"model.path={path} {ADAPTER}")
-        _refuse_quantized(path)
-        state = {k: v.detach().float() for k, v in model.state_dict().items()}
-        mismatched = [k[0] if isinstance(k, tuple) else k for k in info["mismatched_keys"]]
-        new = sorted({*info["missing_keys"], *mismatched})
-        unused = sorted(info["unexpected_keys"])
-        _refuse_others(path, model.base_model_prefix, state, new, unused)
-        _require_tie(path, model)
-        if kind == "causal_lm" and sees_later_tokens(model):
-            raise CheckpointError(
-                f"{path} ({type(model).__name__}) predicts a token from later ones: its class is "
-                "no causal language model"
-            )
-        return InitialState(state, new, unused)
+        loaded = load(str(options.path), head or "causal_lm", outputs)
+        state = {k: v.detach().float() for k, v in loaded.model.state_dict().items()}
+        return InitialState(state, loaded.new, loaded.unused)
 
     @classmethod
     def stock(cls, model: nn.Module, options: PretrainedOptions, head: Head | None) -> nn.Module:
@@ -162,13 +152,49 @@ class Pretrained(Headable):
         return output.logits
 
 
+def load(path: str, kind: str, outputs: int = 0) -> Loaded:
+    """Load a checkpoint into the class of transformers for a kind of task.
+
+    Heads may be missing or of another shape, and are random then; weights of blocks may not.
+
+    Args:
+        path: directory, or name on the hub.
+        kind: a key of :data:`CLASSES`, or ``own``: the class that config.json names.
+        outputs: classes of a head.
+
+    Raises:
+        CheckpointError: the files are damaged, or do not belong to the model of config.json.
+    """
+    model, info = _loaded(path, kind, outputs)
+    body = model.base_model_prefix
+    prefix = _other_prefix(body, info)
+    if prefix is not None:
+        del model  # two would be in memory at once
+        renamed = {rf"^{re.escape(prefix)}\.": f"{body}."}
+        model, info = _loaded(path, kind, outputs, key_mapping=renamed)
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise CheckpointError(f"model.path={path} {ADAPTER}")
+    _refuse_quantized(path)
+    mismatched = [k[0] if isinstance(k, tuple) else k for k in info["mismatched_keys"]]
+    new = sorted({*info["missing_keys"], *mismatched})
+    unused = sorted(info["unexpected_keys"])
+    _refuse_others(path, model.base_model_prefix, model.state_dict(), new, unused)
+    _require_tie(path, model)
+    if kind == "causal_lm" and sees_later_tokens(model):
+        raise CheckpointError(
+            f"{path} ({type(model).__name__}) predicts a token from later ones: its class is "
+            "no causal language model"
+        )
+    return Loaded(model, new, unused)
+
+
 def _loaded(path: str, kind: str, outputs: int, **more: Any) -> tuple[Any, dict[str, Any]]:
     """Return the model with the weights of a checkpoint, and what transformers says of names."""
     with quiet(path), _one_line(f"{path} cannot be loaded"):
         for file in weight_files(path):
             if file.is_file() and (problem := lfs_pointer(file)):
                 raise CheckpointError(f"{file} {problem}")
-        model, info = _class(kind).from_pretrained(
+        model, info = _class(kind, path).from_pretrained(
             path,
             config=_config(path, kind, outputs),
             ignore_mismatched_sizes=True,
@@ -302,15 +328,53 @@ def weight_files(path: str) -> list[Path]:
     return []
 
 
+PLAIN = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+"""Types of plain values, as safetensors calls them."""
+
+
+def stored_dtypes(path: str, model: nn.Module) -> dict[str, torch.dtype]:
+    """Return the dtype that a checkpoint in safetensors stores each Parameter of its model in.
+
+    A Parameter whose name the files lack, because transformers converts it, has the dtype of all
+    other tensors if they have one, else fp32.
+
+    Raises:
+        CheckpointError: the weights are pickled.
+    """
+    found: dict[str, torch.dtype] = {}
+    for file in weight_files(path):
+        if file.suffix != ".safetensors":
+            raise CheckpointError(
+                f"{file} is pickled: load the model where you trust it, and save it with "
+                "safe_serialization=True"
+            )
+        with safe_open(file, "pt") as tensors:
+            kinds = {k: tensors.get_slice(k).get_dtype() for k in tensors.keys()}  # noqa: SIM118
+            found |= {name: PLAIN[kind] for name, kind in kinds.items() if kind in PLAIN}
+    every = set(found.values())
+    other = every.pop() if len(every) == 1 else torch.float32
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    return {
+        name: next(
+            (found[n] for n in (name, name.removeprefix(prefix), prefix + name) if n in found),
+            other,
+        )
+        for name, _ in model.named_parameters()
+    }
+
+
 def _codes(file: Path) -> Iterator[tuple[str, str]]:
     """Yield name and dtype of the tensors of a loaded file that do not hold plain values."""
     if file.suffix == ".safetensors":
-        from safetensors import safe_open
-
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 kind = tensors.get_slice(name).get_dtype()
-                if kind not in ("F64", "F32", "F16", "BF16", "C64"):
+                if kind not in (*PLAIN, "C64"):
                     yield name, kind
         return
     load = functools.partial(torch.load, file, map_location="meta", weights_only=True)
@@ -350,7 +414,7 @@ def _build(path: str, kind: str, outputs: int) -> nn.Module:
     config = _config(path, kind, outputs)
     with _one_line(f"{path}: config.json describes no model"):
         try:
-            model: nn.Module = _class(kind).from_config(config, trust_remote_code=False)
+            model: nn.Module = _class(kind, path).from_config(config, trust_remote_code=False)
         except ValueError as error:
             if "Unrecognized configuration class" not in str(error):
                 raise
@@ -377,16 +441,35 @@ def _one_line(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what}: {kind}{reason(error)}") from error
 
 
-def _class(kind: str) -> Any:
+def _class(kind: str, path: str) -> Any:
     import transformers
 
-    return getattr(transformers, CLASSES[kind])
+    if kind != "own":
+        return getattr(transformers, CLASSES[kind])
+    names = _read(path).architectures or ()
+    cls = next((getattr(transformers, n) for n in names if hasattr(transformers, n)), None)
+    if cls is None:
+        raise CheckpointError(
+            f"{path}: config.json names no class of transformers under architectures: {[*names]}"
+        )
+    return cls
+
+
+def is_causal_lm(path: str) -> bool:
+    """Return True if a checkpoint is a causal language model by the class that it names."""
+    from transformers.models.auto import modeling_auto
+
+    config = _read(path)
+    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if config.architectures:
+        return any(name in causal.values() for name in config.architectures)
+    return config.model_type in causal and not _reads_both_sides(config)
 
 
 def _config(path: str, kind: str, outputs: int) -> Any:
     config = copy.deepcopy(_read(path))
     config.dtype = "float32"  # master weights are always fp32
-    if kind != "causal_lm" and config.num_labels != outputs:
+    if kind in ("labels", "spans") and config.num_labels != outputs:
         config.num_labels = outputs
     if kind == "labels":
         config.problem_type = None

@@ -1,10 +1,11 @@
-"""Checkpoint that a run starts from: its fingerprint, and the files that an export keeps."""
+"""Checkpoint and masks that a run starts from: fingerprints, and the files that an export keeps."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 from sparsepretrain.errors import CheckpointError
@@ -35,7 +36,7 @@ def kept_files(path: str, *, same_tokenizer: bool) -> dict[str, bytes]:
 
 
 def fingerprint(path: str) -> dict[str, str]:
-    """Return name -> hash of the files of a checkpoint; empty if it is not there any more.
+    """Return name -> hash of a file, or of those of a checkpoint; empty if it is not there now.
 
     A checkpoint of a run is known by its manifest, which has the SHA-256 of all its files. Of a
     Hugging Face checkpoint config.json counts whole. Weights of gigabytes are too much for every
@@ -44,6 +45,8 @@ def fingerprint(path: str) -> dict[str, str]:
     numbers within a large tensor may go unnoticed.
     """
     directory = Path(path)
+    if directory.is_file():
+        return {directory.name: _sampled_hash(directory)}
     manifest = directory / checkpoint.MANIFEST
     if manifest.is_file():
         return {manifest.name: hashlib.sha256(manifest.read_bytes()).hexdigest()[:16]}
@@ -72,22 +75,23 @@ def require_same(file: Path, run: object) -> None:
     if not file.is_file():
         return
     try:
-        before = read_json(file)
-        path, files = str(before["path"]), dict(before["files"])
+        sources = {str(each["path"]): dict(each["files"]) for each in read_json(file)["sources"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}): remove it") from error
-    now = fingerprint(path)
-    changed = sorted(name for name in files.keys() | now.keys() if files.get(name) != now.get(name))
-    if now and changed:
-        raise CheckpointError(
-            f"{path} has changed since {run} started from it ({', '.join(changed)}): train under "
-            "another name=, or move that run away (resume=never does)"
-        )
+    for path, files in sources.items():
+        now = fingerprint(path)
+        changed = sorted(k for k in files.keys() | now.keys() if files.get(k) != now.get(k))
+        if now and changed:
+            raise CheckpointError(
+                f"{path} has changed since {run} started from it ({', '.join(changed)}): train "
+                "under another name=, or move that run away (resume=never does)"
+            )
 
 
-def describe(path: str) -> str:
-    """Return the content of ``source.json``."""
-    return json.dumps({"path": path, "files": fingerprint(path)}, indent=1) + "\n"
+def describe(paths: Sequence[str]) -> str:
+    """Return the content of ``source.json``: the sources of a run and their fingerprints."""
+    sources = [{"path": path, "files": fingerprint(path)} for path in paths]
+    return json.dumps({"sources": sources}, indent=1) + "\n"
 
 
 def _sampled_hash(file: Path) -> str:

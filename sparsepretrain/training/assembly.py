@@ -31,6 +31,7 @@ from sparsepretrain.training import compilation
 from sparsepretrain.training.batches import TrainingBatches
 from sparsepretrain.training.classes import class_names, named_classes, order_classes
 from sparsepretrain.training.ema import EMA
+from sparsepretrain.training.fixed_masks import keep_fixed_masks, wanda_masks
 from sparsepretrain.training.gradients import gradients
 from sparsepretrain.training.guard import Guard
 from sparsepretrain.training.identity import weights_hash
@@ -41,7 +42,7 @@ from sparsepretrain.training.recomputation import recompute_blocks
 from sparsepretrain.training.session import Session, Setup
 from sparsepretrain.training.tracing import StepCost, step_cost, tracing
 from sparsepretrain.training.world import World
-from sparsepretrain.training.zeros import keep_zeros, zeros_note
+from sparsepretrain.training.zeros import zeros_note
 
 META = torch.device("meta")
 """Device of tensors with a shape but no memory."""
@@ -58,6 +59,7 @@ def build_session(
     *,
     splits: Sequence[str] | None = None,
     initial: WeightSource | None = None,
+    fresh: bool = False,
     world: World | None = None,
 ) -> Session:
     """Build everything the loop touches; prepares offline data, writes no run directory.
@@ -67,6 +69,7 @@ def build_session(
         console: shows progress and the source of initial weights.
         splits: data splits to open; None: those that training uses.
         initial: checkpoint of ``init.path`` to load; None: weights are drawn at random.
+        fresh: no checkpoint of the run will be loaded: apply ``init.mask``.
         world: ranks that train together; None: only this process.
     """
     world = world or World.single(run.parallel.device)
@@ -80,7 +83,7 @@ def build_session(
     seconds = 0.0 if cost is None else cost.eager_seconds(run, world.size)
     scope = compilation.scope_of(run, world.device, seconds)
     inputs = layer_inputs(run, task, bare) if trains and run.sparse_matmuls != "emulate" else {}
-    sparsify_model(run, task, bare, device)
+    layers = list(sparsify_model(run, task, bare, device).layers)
     if splits is None:
         splits = ("train", "validation") if run.eval.batches != 0 else ("train",)
     task.open_data(splits, on_progress=console.progress)
@@ -95,13 +98,17 @@ def build_session(
     initial_weights = weights_hash(model) if trains and draws else None
     if compute_dtype(run.precision) == torch.float64:
         model.double()
+    chooses = fresh and draws
+    calibrated = {}
+    if chooses and run.init.mask == "wanda":
+        calibrated = wanda_masks(run, task, model, layers, console)
     sparsifier = sparsify_model(run, task, model, device)
     restore_method(sparsifier, buffers)
-    if initial and draws:
-        if run.init.mask == "zeros":
-            keep_zeros(sparsifier)
-        elif note := zeros_note(model, sparsifier):
-            console.info(note)
+    if chooses:
+        keep_fixed_masks(run, sparsifier, calibrated)
+    chosen = initial and draws and run.init.mask == "magnitude"
+    if chosen and (note := zeros_note(model, sparsifier)):
+        console.info(note)
     if sharded:
         from sparsepretrain.training.shards import shard
 
@@ -156,13 +163,13 @@ def build_model(task: Task, device: torch.device) -> nn.Module:
     """
     torch.manual_seed(task.seed)
     if device.type == "meta":
-        _require_positions(task)
+        require_positions(task)
         with device:
             return task.build_model()
     return task.build_model().to(device)
 
 
-def _require_positions(task: Task) -> None:
+def require_positions(task: Task) -> None:
     """Refuse sequences that are longer than the table of positions of a checkpoint."""
     most = task.recipe.positions(task.model_options)
     for key in ("sequence_length", "max_length"):
@@ -322,7 +329,7 @@ def load_initial(
         head = getattr(task, "head", None)
         outputs = getattr(task, "outputs", 0)
         initial = task.recipe.initial_state(options, head, outputs)
-        _require_finite(initial.state, str(path))
+        require_finite(initial.state, str(path))
         model.load_state_dict(initial.state)
         console.info(f"initial weights: {path} ({model.__class__.__name__})")
         _tell_new(initial.new, console)
@@ -432,7 +439,7 @@ def _copy(model: nn.Module, state: State, path: str, console: Console) -> list[s
     return new
 
 
-def _require_finite(state: State, path: str) -> None:
+def require_finite(state: State, path: str) -> None:
     """Refuse weights with NaN or ∞, with which no run can go on."""
     bad = [name for name, value in state.items() if not bool(value.isfinite().all())]
     if bad:

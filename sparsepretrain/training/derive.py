@@ -65,7 +65,8 @@ def evaluated(source: WeightSource, overrides: Sequence[str], config_dirs: Seque
         if "plugins" not in typed:
             registry.require_imported(source.config.get("plugins"), source.path)
         plain = amend(source.config, parsed)
-        plain["init"]["path"] = None  # of the weights that the checkpoint replaces
+        # weights and masks are those of the checkpoint
+        plain["init"] |= {"path": None, "mask": "magnitude"}
         old = source.config["data"]
         new = plain["data"]
         before, now = (data.get("labels", []) for data in (old, new))

@@ -21,6 +21,7 @@ from sparsepretrain.errors import SparsePretrainError, own_warnings
 from sparsepretrain.kernels import pack_24
 from sparsepretrain.kernels.cusparselt.packed24 import slow_version
 from sparsepretrain.processes import started
+from sparsepretrain.pruning.mask_files import masks_file
 from sparsepretrain.runs import checkpoint, origin, weights
 from sparsepretrain.runs.checkpoint import ALONE
 from sparsepretrain.runs.directory import RunDirectory
@@ -33,6 +34,7 @@ from sparsepretrain.tracking.stream import Stream
 from sparsepretrain.tracking.wandb import check_login
 from sparsepretrain.training import derive, plan, session_state
 from sparsepretrain.training.assembly import build_session
+from sparsepretrain.training.fixed_masks import RULES, require_rule
 from sparsepretrain.training.hardware import environment
 from sparsepretrain.training.identity import run_hashes
 from sparsepretrain.training.loop import run_steps
@@ -96,9 +98,11 @@ def _train(
     plan.require_a_sparse_step(run)
     with StopSignals() as signals, own_warnings(console.warn), contextlib.ExitStack() as claim:
         fresh = run.resume == "never" or not any(directory.checkpoints.glob("step_*"))
+        if fresh:
+            require_rule(run)
         initial = weights.find(run.init.path, console.warn) if fresh and run.init.path else None
         # before the directory is claimed: a model that cannot be built leaves no directory
-        session = build_session(run, console, initial=initial, world=world)
+        session = build_session(run, console, initial=initial, fresh=fresh, world=world)
         session.end = end
         session.stop.signals = signals
         # first in the list: the work of probes after a step is outside its time
@@ -120,7 +124,7 @@ def _train(
             console.info(f"continuing from {source} (step {session.step})")
         other = source if source is named else None
         world.first(lambda: _write_files(session, directory, source, other))
-        if initial is not None:
+        if fresh:
             world.first(lambda: _write_origin(session, directory, initial))
         return _run(session, directory, owner, console, resumed=source is not None)
 
@@ -154,9 +158,15 @@ def _write_files(
     directory.write(directory.environment_file, json.dumps(about, indent=1) + "\n")
 
 
-def _write_origin(session: Session, directory: RunDirectory, initial: WeightSource) -> None:
-    """Write the fingerprint of the checkpoint that the run starts from, and files of its export."""
-    directory.write(directory.source_file, origin.describe(str(initial.path)))
+def _write_origin(session: Session, directory: RunDirectory, initial: WeightSource | None) -> None:
+    """Write the fingerprints of what the run starts from, and files of its export."""
+    mask = session.run.init.mask
+    sources = [] if initial is None else [str(initial.path)]
+    sources += [] if mask in RULES else [str(masks_file(mask).absolute())]
+    if sources:
+        directory.write(directory.source_file, origin.describe(sources))
+    if initial is None:
+        return
     own = derive.tokenizer_file(initial)
     text = session.task.tokenizer_file
     same = own is not None and text is not None and own.read_bytes() == text.read_bytes()

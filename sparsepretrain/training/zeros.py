@@ -1,4 +1,4 @@
-"""Zeros of initial weights: say which pattern they have and what keeps them, or keep them."""
+"""Zeros of initial weights: say which pattern they have and what keeps them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import nonzeros_per_group
 from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.sparsity.engine.layer_classes import dense_weights
@@ -16,14 +15,6 @@ from sparsepretrain.sparsity.methods.asp import EXCEPTIONS, PRUNED
 
 PATTERNS = ((1, 8), (1, 4), (2, 8), (4, 16), (1, 2), (2, 4), (4, 8), (8, 16))
 """Patterns that are recognized, the sparsest first."""
-
-
-def keep_zeros(sparsifier: Sparsifier) -> None:
-    """Apply ``init.mask=zeros``."""
-    try:
-        sparsifier.keep_zeros()
-    except ConfigError as error:
-        raise ConfigError([("init.mask", f"=zeros: {text}") for text in error.messages]) from error
 
 
 def zeros_note(model: nn.Module, sparsifier: Sparsifier) -> str:

@@ -51,8 +51,7 @@ class HubSource(Source):
     @property
     def files(self) -> dict[str, list[str]]:
         """Local files of each split if ``path`` is a file format."""
-        files = getattr(self.options, "data_files", None) or {}
-        return files if isinstance(files, dict) else {TRAIN: files}
+        return _by_split(getattr(self.options, "data_files", None))
 
     def state(self) -> list[Any]:
         """Describe local files; data on the hub is identified by the options alone."""
@@ -96,6 +95,11 @@ class HubSource(Source):
         return f"{super().missing()}{needs}, or train offline with data={self.instead}"
 
 
+def _by_split(files: Any) -> dict[str, list[str]]:
+    """Return split -> files; a list is the train split."""
+    return files if isinstance(files, dict) else {TRAIN: files} if files else {}
+
+
 def _pattern(entry: str) -> str:
     """Return a pattern that matches the file ``entry`` if it exists: its name may contain ``[``."""
     path = os.path.expanduser(entry)
@@ -113,6 +117,7 @@ def load_rows(
     name = options.name
     path = os.path.expanduser(options.path)
     files = {key: [_pattern(entry) for entry in value] for key, value in (data_files or {}).items()}
+    within = {} if files else _by_split(getattr(options, "data_files", None))
     if not files and os.path.isdir(path) and glob.has_magic(path):
         raise DataError(
             f"data.path: datasets takes {path} for a pattern, because of its [, * or ?: rename the "
@@ -127,7 +132,7 @@ def load_rows(
                 options.subset,
                 split=split,
                 revision=options.revision,
-                data_files=files or None,
+                data_files=files or within or None,
             )
     except ConnectionError as error:
         raise DataError(

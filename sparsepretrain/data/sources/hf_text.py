@@ -33,7 +33,10 @@ LOADERS = (*READ, "text", "csv", "arrow")
 
 @dataclass(slots=True, kw_only=True)
 class Options(HubOptions, TextOptions):
-    """Options of ``source: hf_text``; ``path`` may be a file format, with ``data_files``."""
+    """Options of ``source: hf_text``; ``path`` may be a file format, with ``data_files``.
+
+    With a repository or directory ``data_files`` are files in it, instead of all of them.
+    """
 
     split: str
     validation: float | str  # type: ignore[assignment]
@@ -51,8 +54,8 @@ class Options(HubOptions, TextOptions):
         yield from TextOptions.problems(self)
         if self.path in LOADERS and not self.data_files:
             yield "data_files", f"must name local files for data.path={self.path}"
-        if self.path not in LOADERS and self.data_files is not None:
-            yield "data_files", f"needs data.path to be one of {', '.join(LOADERS)}"
+        if self.data_files == [] or self.data_files == {}:
+            yield "data_files", "must name at least one file, or be null"
         files = self.data_files or []
         entries = files if isinstance(files, list) else [e for each in files.values() for e in each]
         for entry in entries if self.path in READ else ():
@@ -81,6 +84,10 @@ class HfText(HubSource):
     @property
     def offline(self) -> bool:  # type: ignore[override]
         return self.options.path in READ
+
+    @property
+    def files(self) -> dict[str, list[str]]:
+        return super().files if self.options.path in LOADERS else {}
 
     def shards(self) -> list[Shard]:
         if self.options.path not in READ:

@@ -72,6 +72,20 @@ def documents_of(data):
     return found
 
 
+def test_files_of_a_repository_are_read_instead_of_all(options, rows, tmp_path):
+    """As data=c4_shard reads one of the 1,024 files of C4."""
+    clone = tmp_path / "clone"
+    (clone / "en").mkdir(parents=True)
+    rows.rename(clone / "en" / "first.jsonl")
+    (clone / "en" / "second.jsonl").write_text('{"text": "other", "n": 2}\n' * 9)
+    changes = {"path": str(clone), "data_files": ["en/first.jsonl"], "validation": 0.1}
+    found = documents_of(prepare(options("c4_shard", **LOCAL | changes | {"tokenizer": "bytes"})))
+    texts = [*found["train"], *found["validation"]]
+    assert sorted(texts) == sorted(f"document {i} says é" for i in range(200))
+    with pytest.raises(DataError, match="datasets cannot load"):
+        prepare(options("c4_shard", **LOCAL | changes | {"data_files": ["en/absent.jsonl"]}))
+
+
 @pytest.mark.parametrize("local", [True, False])
 def test_documents_are_split_as_nanogpt_does(options, rows, tmp_path, monkeypatch, local):
     monkeypatch.setattr(hf_text.HfText, "shard_rows", 30)

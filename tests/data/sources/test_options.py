@@ -33,7 +33,7 @@ def test_mask_token_is_known_by_tokenizer(options, tokenizer, has_mask):
         ("text_files", {"validation": ["*.parquet"]}, "data.validation has '*.parquet'"),
         ("wikitext2", {"validation": 0.1}, "data.rows=lines"),
         ("openwebtext", {"path": "json"}, "data.data_files"),
-        ("openwebtext", {"data_files": ["x"]}, "data.data_files needs data.path"),
+        ("openwebtext", {"data_files": []}, "data.data_files must name at least one file"),
         ("openwebtext", {"tokenizer": "some/other"}, "data.vocab_size must be given"),
         ("digits", {"validation": 150, "test": 24}, "data.test"),
         ("parallel_files", PARALLEL | {"train": []}, "data.train must be"),

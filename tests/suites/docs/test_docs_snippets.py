@@ -98,6 +98,12 @@ def run(argv: list[str], tiny) -> None:
         overrides: list[str] = []
         read_settings(evaluating.Settings, arguments.overrides, others=overrides)
         config.load(overrides, arguments.config_dir)
+    elif verb == "prune":
+        overrides = []
+        options = registry.get("pruning", arguments.method).Options
+        read_settings(options, arguments.overrides, others=overrides)
+        config.load(["model=pretrained", "model.path=x", *overrides], arguments.config_dir)
+        return
     elif verb == "finetune":
         recipe = derive.with_recipe(arguments.overrides, arguments.config_dir)
         config.load([*recipe, "model=pretrained", "model.path=x"], arguments.config_dir)

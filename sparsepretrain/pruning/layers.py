@@ -1,0 +1,67 @@
+"""Layers that can be pruned, and the blocks of a model that they belong to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.sparsity.engine.layer_classes import replacement_of
+from sparsepretrain.sparsity.engine.own_forwards import layer_family
+
+BLOCK = re.compile(r"^(?:.*?\.)??\d+(?=\.)")
+"""Name of the block of a layer: up to the first number."""
+
+
+def linear_layers(module: nn.Module) -> dict[str, nn.Module]:
+    """Return name -> layer of all nn.Linear and Conv1D, and their subclasses."""
+    return {
+        name: layer
+        for name, layer in module.named_modules()
+        if layer_family(type(layer)) not in (None, nn.Conv2d)
+    }
+
+
+def matrix_of(layer: nn.Module) -> Tensor:
+    """Return the weight as (out_features, in_features), which shares its memory."""
+    weight: Any = layer.weight
+    data: Tensor = weight.data
+    return data if replacement_of(layer).in_dim == 1 else data.t()
+
+
+def require_layers(model: nn.Module, names: Sequence[str], m: int) -> None:
+    """Refuse layers of other classes, and widths that are not a multiple of M.
+
+    Raises:
+        ConfigError: one line per layer.
+    """
+    known = linear_layers(model)
+    problems = []
+    for name in names:
+        if name not in known:
+            kind = type(model.get_submodule(name)).__name__
+            problems.append(f"{name} is {kind}: nn.Linear and Conv1D are pruned")
+        elif (width := matrix_of(known[name]).shape[1]) % m:
+            problems.append(f"{name}: in_features {width} is not a multiple of {m}: leave it out")
+    if problems:
+        raise ConfigError(problems)
+
+
+def blocks_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    """Return name -> block of the layers, in the order of the model.
+
+    Raises:
+        ConfigError: a layer is in none, such as the head.
+    """
+    found = {}
+    for name in names:
+        block = BLOCK.match(name)
+        if block is None:
+            raise ConfigError(
+                f"{name} is in no repeated block: calibration goes block by block; leave it out"
+            )
+        found[block[0]] = model.get_submodule(block[0])
+    return found

@@ -1,0 +1,141 @@
+"""Fixed first masks of a run: ``init.mask``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from sparsepretrain import registry
+from sparsepretrain.config.schema import Run
+from sparsepretrain.console import Console
+from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain.pruning.mask_files import masks_file, read_masks
+from sparsepretrain.pruning.methods.wanda import Wanda
+from sparsepretrain.pruning.walk import Calibration, prune_model
+from sparsepretrain.sparsity import Sparsifier
+from sparsepretrain.tasks import Task
+
+RULES = ("magnitude", "zeros", "wanda")
+"""Values of ``init.mask`` that are not paths."""
+SEQUENCES = 128
+"""Sequences of calibration text, as in the papers of SparseGPT, Wanda and RIA."""
+TOKENS_AT_ONCE = 8192
+"""Maximum tokens of one forward of the calibration, whose logits are in memory."""
+
+
+def calibration_batches(
+    task: Task, sequences: int, device: torch.device, *, split: str = "train"
+) -> list[Tensor]:
+    """Return the first ``sequences`` samples of an epoch, tokens (n, length) for each forward.
+
+    Raises:
+        ConfigError: the split has fewer.
+    """
+    available = task.samples(split)
+    if available < sequences:
+        raise ConfigError(
+            f"{task.data_options.name} has {available:,} sequences of "
+            f"{task.options.sequence_length} tokens in its {split} split, and calibration reads "
+            f"{sequences}: give more text, or a shorter task.sequence_length"
+        )
+    tokens = task.batch(split, 0, range(sequences), sequences)["tokens"].to(device)
+    return list(tokens.split(max(1, TOKENS_AT_ONCE // tokens.shape[1])))
+
+
+def wanda_masks(
+    run: Run, task: Task, model: nn.Module, layers: Sequence[str], console: Console
+) -> dict[str, Tensor]:
+    """Return masks of Wanda, calibrated on the first training samples; the model is unchanged.
+
+    Args:
+        run: decides the pattern.
+        task: with opened data.
+        model: dense, with the initial weights, on the device of training.
+        layers: names of the layers that will be sparse.
+        console: shows progress.
+
+    Raises:
+        ConfigError: not a causal language model, or layers that Wanda does not prune.
+    """
+    if run.task.name != "causal_lm":
+        raise ConfigError(
+            [("init.mask", f"=wanda is for causal language models, not for task={run.task.name}")]
+        )
+    device = next(model.parameters()).device
+    batches = calibration_batches(task, SEQUENCES, device)
+    forward = functools.partial(task.recipe.logits, model)
+    method = Wanda(Wanda.Options(), run.sparsity.n, run.sparsity.m)
+    was_training = model.training
+    model.eval()
+    masks: dict[str, Tensor] = {}
+    report = console.counter("blocks")
+    calibration = Calibration(forward, batches)
+    for stage in prune_model(model, layers, method, calibration, restore=True, progress=report):
+        masks |= stage.masks
+    model.train(was_training)
+    return masks
+
+
+def require_rule(run: Run) -> None:
+    """Refuse a value of ``init.mask`` that is neither a rule nor the path of masks.
+
+    Raises:
+        ConfigError: with the close rules.
+    """
+    mask = run.init.mask
+    if mask not in RULES and not masks_file(mask).is_file():
+        near = registry.suggestion(mask, RULES)
+        text = f"={mask}: there is no such file, and no such rule{near}"
+        raise ConfigError([("init.mask", text)])
+
+
+def keep_fixed_masks(run: Run, sparsifier: Sparsifier, wanda: dict[str, Tensor]) -> None:
+    """Apply ``init.mask`` to a sparse model with its initial weights.
+
+    Raises:
+        ConfigError: the method has no fixed mask, or groups keep more than N.
+        CheckpointError: the file has no masks, or those of another model.
+    """
+    rule = run.init.mask
+    if rule == "magnitude":
+        return
+    try:
+        if rule == "zeros":
+            sparsifier.keep_zeros()
+            return
+        found = wanda if rule == "wanda" else _of_file(rule, sparsifier)
+        # files and calibration have (out_features, in_features), Conv1D stores the transposed
+        masks = {
+            name: found[name] if layer.in_dim == 1 else found[name].t()
+            for name, layer in sparsifier.layers.items()
+        }
+        sparsifier.keep_masks(masks)
+    except ConfigError as error:
+        raise ConfigError([("init.mask", f"={rule}: {text}") for text in error.messages]) from error
+
+
+def _of_file(path: str, sparsifier: Sparsifier) -> dict[str, Tensor]:
+    """Read the masks of the sparse layers; they must be those of this model."""
+    masks = {}
+    for name, mask in read_masks(path):
+        layer = sparsifier.layers.get(name)
+        if layer is None:
+            continue
+        expected = tuple(layer.weight.shape)[:: 1 if layer.in_dim == 1 else -1]
+        if tuple(mask.shape) != expected:
+            raise CheckpointError(
+                f"init.mask={path} has masks of another model: {name} is {tuple(mask.shape)} "
+                f"there, and {expected} here (out_features, in_features)"
+            )
+        masks[name] = mask
+    missing = [name for name in sparsifier.layers if name not in masks]
+    if missing:
+        more = f" and {len(missing) - 1} more layers" if len(missing) > 1 else ""
+        raise CheckpointError(
+            f"init.mask={path} has no mask of {missing[0]}{more}: it belongs to another model, or "
+            "other layers were pruned (sparsity.targets)"
+        )
+    return masks
