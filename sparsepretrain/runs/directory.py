@@ -87,6 +87,8 @@ class RunDirectory:
     """Report on the run."""
     exports = _Entry("export")
     """Models for other libraries, a directory per format."""
+    pruned = _Entry("pruned")
+    """One-shot pruned models, a directory per stage of a table."""
     harness = _Entry("lm_eval")
     """Results of lm-evaluation-harness, a directory per step."""
     console_log = _Entry("console.log")
@@ -301,6 +303,15 @@ class RunDirectory:
         same = [line for line in lines if all(line.get(k) == v for k, v in wanted.items())]
         # max returns the first of equals: reversed, the newest line of a step
         return max(reversed(same), key=lambda line: line["step"] or 0, default=None)
+
+    def pruning(self, step: int, stage: str) -> dict[str, Any] | None:
+        """Return ``prune.json`` of a stage on the checkpoint of ``step``, or None."""
+        file = self.pruned / stage / "prune.json"
+        if not file.is_file():
+            return None
+        results = read_json(file)
+        at_step = Path(results["settings"]["checkpoint"]).name == checkpoint.step_name(step)
+        return results if at_step else None
 
     def harness_file(self, step: int, stage: str) -> Path:
         """Return ``--output_path`` of lm-evaluation-harness, which adds the date to the name."""

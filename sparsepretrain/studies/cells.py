@@ -14,6 +14,7 @@ from sparsepretrain.config.schema import Run
 from sparsepretrain.config.validate import load
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.registry import suggestion
+from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.studies.tables import Scale, Stage, Table, Tune, cell_name, slug, table_cells
 
 SIMPLE = re.compile(r"(?!(?:true|false|null|inf|nan)$)[a-z/][\w/.+-]*", re.ASCII | re.IGNORECASE)
@@ -186,6 +187,7 @@ def cell_overrides(
     kinds = [word.partition("=")[2] for word in asked.overrides if word.startswith("match=")]
     rows = _compared(name, table, kinds[-1]) if kinds else [*table.rows]
     overrides = [word for word in asked.overrides if not word.startswith("match=")]
+    rows = [row for row in rows if row not in size.pruned]
     known = [(r, column) for r, column, why in table_cells(table, scale) if not why and r in rows]
     experiment = [] if table.experiment is None else [f"experiment={table.experiment}"]
     wanted = {
@@ -247,10 +249,18 @@ def grid(
 
 
 def stage_words(cell: Cell, stage: Stage) -> list[str]:
-    """Return the words of ``finetune`` or ``eval`` after the directory of the cell's run.
+    """Return the words of ``finetune``, ``eval`` or ``prune`` after the directory of the run.
 
     Tracker, workers and processes are those of the cell, hyperparameters are not.
     """
+    if stage.prune is not None:
+        words = ["--method", stage.prune, "--pattern", stage.pattern]
+        return [
+            *words,
+            "--out",
+            str(RunDirectory.of(cell.run).pruned / stage.name),
+            *stage.overrides,
+        ]
     if stage.finetune is None:
         average = [f"average={stage.average}"] if stage.average > 1 else []
         return [f"split={stage.evaluate}", *average, *stage.overrides]

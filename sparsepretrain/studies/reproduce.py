@@ -105,6 +105,11 @@ def _check(part: Part, cell: Cell, *, done: bool) -> int:
                 import lm_eval  # noqa: F401
         if stage.average > 1:
             _check_average(run, stage)
+        if stage.prune is not None:
+            try:
+                stages.check_pruning(run, stage)
+            except ConfigError as error:
+                raise ConfigError([f"{stage.name}: {m}" for m in error.messages]) from error
         if stage.finetune is not None:
             try:
                 check_finetuning(run, stage_words(cell, stage), part.config_dirs)

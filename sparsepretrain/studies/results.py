@@ -195,6 +195,10 @@ def collect(name: str, scale: Scale | None, asked: Selection) -> TableResults:
         result.scale = scale or ("nano" if "nano" in table.scales else "paper")
         _, result.tuning, wanted = selected(name, table, result.scale, asked)
         measured = [_collect(cell, table, result.scale) for cell in wanted]
+        for stage in table.scales[result.scale].pruned.values():
+            measured += [
+                (_pruned(cell, stage, run, table), run) for cell, run in measured[: len(wanted)]
+            ]
         begun = {cell.seed for cell, _ in measured if cell.state != "missing"}
         result.cells = [cell for cell, _ in measured if cell.seed in begun]
         if result.tuning or table.match:
@@ -342,6 +346,28 @@ def _fill(result: CellResult, data: RunData, *, evaluated: bool) -> None:
         result.reason = f"step {result.step} of {result.steps}"
 
 
+def _pruned(cell: CellResult, stage: Stage, data: RunData | None, table: Table) -> CellResult:
+    """Return the result of a row whose runs are those of another row, pruned."""
+    row = str(stage.row)
+    result = dataclasses.replace(cell, row=row, metrics={}, missing={}, curves={}, command="")
+    if cell.state != "finished" or data is None:
+        return result
+    directory = RunDirectory(data.path)
+    found = directory.pruning(cell.steps, stage.name)
+    for name, metric in table.metrics.items():
+        if found is None:
+            failure = directory.failures().get(stage.name)
+            why = f"failed: {FAILURE.format(**failure)}" if failure else "has not run"
+            result.missing[name] = f"{stage.name} {why}"
+            continue
+        value = found["perplexity"]["after"][0].get(metric.key)
+        if value is None:
+            result.missing[name] = f"{stage.name} has no such number"
+        else:
+            result.metrics[name] = metric.factor * float(value)
+    return result
+
+
 def _measure(result: CellResult, name: str, metric: Metric, data: RunData, size: Size) -> None:
     """Store a metric of training, or its mean over stages."""
     directory = RunDirectory(data.path)
@@ -356,6 +382,9 @@ def _measure(result: CellResult, name: str, metric: Metric, data: RunData, size:
         elif stage.finetune is None:
             if stage.lm_eval is not None:
                 found = directory.harness_result(result.steps, stage.name) or {}
+            elif stage.prune is not None:  # of the dense run, on the text of the pruned ones
+                results = directory.pruning(result.steps, stage.name) or {}
+                found = results["perplexity"]["before"][0] if results else {}
             else:
                 line = directory.evaluation(stage.evaluate, stage.overrides, stage.average)
                 found = (line or {}).get("metrics", {})

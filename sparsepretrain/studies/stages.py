@@ -1,4 +1,4 @@
-"""Stages after the training of a cell: fine-tuning and evaluation."""
+"""Stages after the training of a cell: fine-tuning, evaluation and pruning."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from sparsepretrain import registry
 from sparsepretrain.config.compose import shell_line
 from sparsepretrain.config.schema import Run
 from sparsepretrain.console import Console
-from sparsepretrain.errors import SparsePretrainError
+from sparsepretrain.errors import ConfigError, SparsePretrainError
 from sparsepretrain.export import export_run
+from sparsepretrain.export.claims import read_pattern
+from sparsepretrain.export.prune import Request, prune_checkpoint
 from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.studies import progress
@@ -75,6 +78,59 @@ class Harness(Evaluation):
         return partial(_measure, self.run, self.stage, self.end)
 
 
+class Pruning(Evaluation):
+    """One-shot pruning of a trained run."""
+
+    def look(self) -> None:
+        """Look for the pruned model."""
+        results = self.directory.pruning(self.end, self.stage.name)
+        self.line = {"step": self.end, "loss": None, "done": results is not None}
+        if results is not None:
+            self.line["loss"] = results["perplexity"]["after"][0]["loss"]
+
+    def work(self) -> Callable[[Console], int]:
+        """Return the work of ``sparsepretrain prune``."""
+        out = self.directory.pruned / self.stage.name
+        return partial(_prune, str(self.directory), self.stage, out, self.config_dirs)
+
+
+def _prune(run: str, stage: Stage, out: Path, config_dirs: Sequence[Path], console: Console) -> int:
+    prune_checkpoint(_request(run, stage, out, config_dirs), console)
+    return 0
+
+
+def _request(run: str, stage: Stage, out: Path, config_dirs: Sequence[Path]) -> Request:
+    """Return the request of a stage of pruning.
+
+    Raises:
+        ConfigError: unknown method, or not a pattern.
+    """
+    cls: Any = registry.get("pruning", str(stage.prune))
+    try:
+        n, m = read_pattern(stage.pattern)
+    except ValueError as error:
+        raise ConfigError(f"pattern: {error}") from error
+    return Request(
+        checkpoint=run,
+        name=str(stage.prune),
+        method=cls(cls.Options(), n, m),
+        out=out,
+        overrides=stage.overrides,
+        config_dirs=config_dirs,
+    )
+
+
+def check_pruning(run: Run, stage: Stage) -> None:
+    """Refuse a stage of pruning that could not start.
+
+    Raises:
+        ConfigError: not a language model, unknown method, or not a pattern.
+    """
+    if run.task.name != "causal_lm":
+        raise ConfigError(f"prune is for task=causal_lm, this is task={run.task.name}")
+    _request("", stage, Path(), ())
+
+
 def _evaluate(run: str, stage: Stage, config_dirs: Sequence[Path], console: Console) -> int:
     evaluate_checkpoint(
         run,
@@ -115,7 +171,7 @@ def commands(part: Part, cell: Cell, stage: Stage) -> list[tuple[str, ...]]:
     flags = [word for directory in part.config_dirs for word in ("--config-dir", str(directory))]
     if stage.finetune is not None and part.stop_after is not None:
         flags += ["--stop-after", str(part.stop_after)]
-    verb = "eval" if stage.finetune is None else "finetune"
+    verb = "finetune" if stage.finetune else "prune" if stage.prune else "eval"
     return [("sparsepretrain", verb, directory, *flags, *stage_words(cell, stage))]
 
 
@@ -127,7 +183,7 @@ def following(part: Part, cell: Cell, label: str, console: Console) -> Iterator[
         at = (directory, stage.name)
         shared = (f"{label}, {stage.name}", cell.run, part.stop_after, words, at)
         if stage.finetune is None:
-            kind = Evaluation if stage.lm_eval is None else Harness
+            kind = Harness if stage.lm_eval else Pruning if stage.prune else Evaluation
             yield kind(*shared, stage=stage, config_dirs=part.config_dirs)
             continue
         made = progress.StudyCell(*shared)

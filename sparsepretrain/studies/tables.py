@@ -58,12 +58,13 @@ class Metric:
 
 @dataclass(slots=True, kw_only=True)
 class Stage:
-    """Fine-tuning or evaluation of every run after training.
+    """Fine-tuning, evaluation or pruning of every run after training.
 
     A fine-tuning is a run with the cell's seed in
     ``<runs_dir>/<table>/<row>[--<column>]--<stage>/`` (``RunDirectory.finetuned``). An evaluation
     is a line of ``eval.jsonl`` (``RunDirectory.evaluation``), or a file of the harness
-    (``RunDirectory.harness_result``). ``RunDirectory.failures`` returns failed stages.
+    (``RunDirectory.harness_result``). A pruned run is a directory in it (``RunDirectory.pruning``).
+    ``RunDirectory.failures`` returns failed stages.
     """
 
     name: str
@@ -75,12 +76,21 @@ class Stage:
     """evaluate: number of last checkpoints whose weights are averaged."""
     lm_eval: str | None = None
     """Tasks of lm-evaluation-harness for the exported run, separated by commas."""
+    prune: str | None = None
+    """``--method`` of ``sparsepretrain prune RUN``."""
+    pattern: str = "2:4"
+    """prune: ``--pattern``."""
+    row: str | None = None
+    """prune: row of the table whose numbers are those of the pruned run; it is not trained."""
     overrides: list[str] = field(default_factory=list)
     """Further arguments of the command."""
 
     def problems(self) -> Problems:
-        if [self.finetune, self.evaluate, self.lm_eval].count(None) != 2:
-            yield "finetune", f"or evaluate or lm_eval: stage {self.name!r} must have exactly one"
+        if [self.finetune, self.evaluate, self.lm_eval, self.prune].count(None) != 3:
+            text = f"or evaluate, lm_eval or prune: stage {self.name!r} must have exactly one"
+            yield "finetune", text
+        if self.row is not None and self.prune is None:
+            yield "row", f"belongs to prune: stage {self.name!r} has none"
         if self.average > 1 and self.evaluate is None:
             yield "average", f"belongs to evaluate: stage {self.name!r} has none"
         if self.name == "train" or self.name != slug(self.name):
@@ -156,6 +166,11 @@ class Size:
     seeds: Annotated[int, "> 0"] = 5
     minutes: Annotated[float | None, "> 0"] = None
     """Measured CPU minutes of all runs on one core; null: unknown."""
+
+    @property
+    def pruned(self) -> dict[str, Stage]:
+        """Row -> stage that gives its numbers, of rows that are not trained."""
+        return {stage.row: stage for stage in self.stages if stage.row is not None}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -294,6 +309,9 @@ class Table:
             yield from _unknown(f"scales.{scale}.variants", size.variants, self.metrics)
             if scale == "nano" and self.paper and not size.stand_in:
                 yield "scales.nano.stand_in", "must name the model and data of these runs"
+            yield from _unknown(f"scales.{scale}.stages.row", size.pruned, self.rows)
+            if size.pruned and (self.columns or len(self.rows) != len(size.pruned) + 1):
+                yield f"scales.{scale}.stages", "with a row need one trained row and no columns"
             if size.tune is not None:
                 yield from self._tuning_problems(f"scales.{scale}.tune", size.tune)
             for glob in size.without:
