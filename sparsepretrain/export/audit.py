@@ -139,13 +139,17 @@ def audit(
     """
     path = Path(path)
     is_directory = path.is_dir()
-    with contextlib.closing(WeightFiles(path)) as weights:
+    with contextlib.closing(WeightFiles(path)) as files:
         model = model_of(path) if is_directory else None
+        claims = read_claims(path) if is_directory else []
+        weights: Weights = files
+        if model is not None and _are_renamed(files, model, claims, layers):
+            weights = _as_loaded(path) or files
         result = audit_weights(
             weights,
             str(path),
             model=model,
-            claims=read_claims(path) if is_directory else [],
+            claims=claims,
             require=require,
             globs=layers,
             progress=progress,
@@ -171,6 +175,40 @@ def model_of(directory: Path) -> nn.Module | None:
         if cls is not None:
             return cls(config)
         return transformers.AutoModel.from_config(config)
+    return None
+
+
+def _are_renamed(
+    files: WeightFiles, model: nn.Module, claims: Sequence[Claim], globs: Sequence[str]
+) -> bool:
+    """Return True if a layer that is asked for has another name in the files.
+
+    transformers renames, splits and joins weights of some families when it reads and writes them
+    (NomicBERT, experts of Mixtral).
+    """
+    named = {name for claim in claims for name in claim.layers or ()}
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    for tensor, place in _places(model).items():
+        layer = place.layer
+        if layer in named or any(layer == g or fnmatchcase(f".{layer}", g) for g in globs):
+            names = (tensor, f"{prefix}{tensor}", tensor.removeprefix(prefix))
+            if not any(name in files.stored for name in names):
+                return True
+    return False
+
+
+def _as_loaded(directory: Path) -> ModelWeights | None:
+    """Return the weights as transformers loads them; None: some would be random."""
+    import transformers
+
+    with contextlib.suppress(Exception), quiet(str(directory)):
+        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        (name, *_) = config.architectures
+        model, info = getattr(transformers, name).from_pretrained(
+            directory, dtype="auto", output_loading_info=True
+        )
+        if not info["missing_keys"] and not info["mismatched_keys"]:
+            return ModelWeights({k: p.detach() for k, p in model.named_parameters()})
     return None
 
 

@@ -201,9 +201,9 @@ def collect(name: str, scale: Scale | None, asked: Selection) -> TableResults:
             ]
         begun = {cell.seed for cell, _ in measured if cell.state != "missing"}
         result.cells = [cell for cell, _ in measured if cell.seed in begun]
-        if result.tuning or table.match:
+        if result.tuning or table.match or table.scales[result.scale].pruned:
             for cell, _ in measured:
-                cell.curves = {}  # pages of tuned tables show final values only
+                cell.curves = {}  # pages of tuned and pruned tables show final values only
         if result.tuning or table.match or table.scaling:
             for cell, data in measured:
                 if cell.state == "finished" and data is not None:
@@ -348,11 +348,14 @@ def _fill(result: CellResult, data: RunData, *, evaluated: bool) -> None:
 
 def _pruned(cell: CellResult, stage: Stage, data: RunData | None, table: Table) -> CellResult:
     """Return the result of a row whose runs are those of another row, pruned."""
-    row = str(stage.row)
-    result = dataclasses.replace(cell, row=row, metrics={}, missing={}, curves={}, command="")
+    result = dataclasses.replace(cell, row=str(stage.row), metrics={}, missing={}, command="")
     if cell.state != "finished" or data is None:
         return result
     directory = RunDirectory(data.path)
+    run = Path("runs", *data.path.parts[-3:])
+    out = run / directory.pruned.name / stage.name
+    words = ["--method", str(stage.prune), "--pattern", stage.pattern, "--out", str(out)]
+    result.command = shell_line(["sparsepretrain", "prune", str(run), *words, *stage.overrides])
     found = directory.pruning(cell.steps, stage.name)
     for name, metric in table.metrics.items():
         if found is None:

@@ -417,3 +417,19 @@ def test_memory_stays_small_on_a_large_checkpoint(tmp_path):
     """
     words = ["audit", str(tmp_path), "--out", str(tmp_path / "page")]
     assert subprocess.run([sys.executable, "-c", code, *words]).returncode == 0
+
+
+def test_weights_that_transformers_renames_are_audited_as_loaded(tmp_path):
+    """NomicBERT has one name for a layer in the model and another one in its files."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForMaskedLM.from_config(small_config("nomic_bert"))
+    sp.sparsify(model, "ste", targets=["*.mlp.*"])
+    sp.save_pretrained(model, tmp_path)
+    name = json.loads((tmp_path / "sparsity.json").read_text())["layers"][0]
+    assert f"{name}.weight" not in load_file(tmp_path / FILE)
+    found = audit(tmp_path, require=(2, 4))
+    assert not found.fails and not [f for f in found.findings if not f.is_note]
+    assert not audit(tmp_path, require=(2, 4), layers=["*.mlp.gate_proj"]).fails
+    assert audit(tmp_path, require=(2, 4), layers=["*.attn.*", "*.self_attn.*"][1:]).fails
+    edit(tmp_path, lambda t: [v[:4].fill_(1.0) for v in t.values() if v.dim() == 2])
+    assert audit(tmp_path, require=(2, 4)).fails

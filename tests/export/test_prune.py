@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -311,3 +314,39 @@ def test_runs_of_other_tasks_are_refused(tiny, tmp_path, capsys):
     assert "task=masked_lm" in capsys.readouterr().err.splitlines()[-1]
     assert prune(run, tmp_path / "out", method="magnitude") == 0
     assert not audit(tmp_path / "out", require=(2, 4), layers=["*.layer.*"]).fails
+
+
+KILLED = """
+import os, signal, sys
+from sparsepretrain.cli import main
+from sparsepretrain.pruning.journal import DirectoryJournal
+
+saved = DirectoryJournal.save
+
+def save(journal, stage):
+    if sys.argv[1] == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    saved(journal, stage)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+DirectoryJournal.save = save
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("method", ["ria", "sparsegpt"])
+def test_a_command_killed_after_every_block_ends_with_the_same_bytes(tmp_path, method):
+    source = checkpoint(tmp_path / "hf", dtype=torch.bfloat16)
+    words = text(tmp_path)
+    assert prune(source, tmp_path / "whole", *words, method=method) == 0
+    out = tmp_path / "out"
+    typed = ["prune", str(source), "--method", method, "--out", str(out), "--sequences", "16"]
+    for moment in ("before", "after", "before", "after"):
+        command = [sys.executable, "-c", KILLED, moment, *typed, *words]
+        assert subprocess.run(command, timeout=120).returncode == -signal.SIGKILL
+        assert not out.exists()
+    assert prune(source, out, *words, method=method) == 0
+    for file in (tmp_path / "whole").iterdir():
+        assert file.read_bytes() == (out / file.name).read_bytes(), file.name
+    assert not (tmp_path / ".out.partial").exists()
