@@ -145,6 +145,7 @@ def audit(
         weights: Weights = files
         if model is not None and _are_renamed(files, model, claims, layers):
             weights = _as_loaded(path) or files
+        renamed = weights is not files
         result = audit_weights(
             weights,
             str(path),
@@ -154,6 +155,10 @@ def audit(
             globs=layers,
             progress=progress,
         )
+        if renamed:
+            result.findings += _of_storage(files)
+            text = "transformers renames weights of this model: they are audited as it loads them"
+            result.findings.append(Finding("renamed", str(path), text, is_note=True))
     if is_directory and model is None and (path / CONFIG).exists():
         text = "describes no model of transformers: weights are taken for those of nn.Linear"
         result.findings.append(Finding("unknown_model", CONFIG, text, is_note=True))
@@ -198,7 +203,7 @@ def _are_renamed(
 
 
 def _as_loaded(directory: Path) -> ModelWeights | None:
-    """Return the weights as transformers loads them; None: some would be random."""
+    """Return the weights as transformers loads them; None: it leaves some out, or makes some."""
     import transformers
 
     with contextlib.suppress(Exception), quiet(str(directory)):
@@ -207,7 +212,7 @@ def _as_loaded(directory: Path) -> ModelWeights | None:
         model, info = getattr(transformers, name).from_pretrained(
             directory, dtype="auto", output_loading_info=True
         )
-        if not info["missing_keys"] and not info["mismatched_keys"]:
+        if not any(info[key] for key in ("missing_keys", "mismatched_keys", "unexpected_keys")):
             return ModelWeights({k: p.detach() for k, p in model.named_parameters()})
     return None
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from sparsepretrain import __version__
@@ -51,7 +52,7 @@ from sparsepretrain.sparsity.selection import select_layers
 from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.training import derive
 from sparsepretrain.training.assembly import require_finite, require_known_layers, require_positions
-from sparsepretrain.training.fixed_masks import calibration_batches
+from sparsepretrain.training.fixed_masks import calibration_batches, packed
 from sparsepretrain.training.world import World
 
 FACTS = "prune.json"
@@ -133,8 +134,8 @@ def prune_checkpoint(request: Request, console: Console) -> Path:
                     if not any((work / STAGES).iterdir()):  # refused before any work
                         shutil.rmtree(work)
                     raise
-    except OSError as error:
-        raise cannot_write(out, error) from error
+    except (OSError, SafetensorError) as error:
+        raise cannot_write(out, OSError(str(error))) from error
     return out
 
 
@@ -165,6 +166,7 @@ def _text(source: WeightSource, request: Request, console: Console) -> _Text | N
                 "data=text_files 'data.files=[…]', data=document_files 'data.data_files=[…]', or "
                 "data=python_source (offline)"
             )
+        _refuse_words(request, "without data=… there is no text to read")
         return None
     task_name = "causal_lm" if source.config is None else source.config["task"]["name"]
     if task_name != "causal_lm":
@@ -173,8 +175,9 @@ def _text(source: WeightSource, request: Request, console: Console) -> _Text | N
                 f"{request.name} is for causal language models, and {request.checkpoint} was "
                 f"trained with task={task_name}: use --method magnitude"
             )
+        _refuse_words(request, f"nothing is read with task={task_name}")
         return None
-    run = derive.evaluated(source, request.overrides, request.config_dirs)
+    run = packed(derive.evaluated(source, request.overrides, request.config_dirs))
     device = World.single(run.parallel.device).device
     task = build_task(run)
     require_positions(task)
@@ -190,11 +193,17 @@ def _text(source: WeightSource, request: Request, console: Console) -> _Text | N
     return _Text(run, task, batches, tokens, length, device)
 
 
+def _refuse_words(request: Request, why: str) -> None:
+    """Refuse overrides that would do nothing."""
+    if request.overrides:
+        raise ConfigError(f"{request.overrides[0]}: leave it out, as {why}")
+
+
 def _settings(source: WeightSource, request: Request, text: _Text | None) -> dict[str, Any]:
     """Return what the result follows from, as JSON has it."""
     settings: dict[str, Any] = {
         "version": __version__,
-        "checkpoint": str(source.path),
+        "checkpoint": origin.place_of(str(source.path)),
         "files": origin.fingerprint(str(source.path)),
         "method": request.name,
         "options": dataclasses.asdict(request.method.options),
@@ -217,13 +226,21 @@ def _is_finished(out: Path, settings: dict[str, Any], console: Console) -> bool:
     """Return True if the output is there already; refuse a directory with something else."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
-    if (out / FACTS).is_file():
-        before = read_json(out / FACTS).get("settings")
-        if before == settings:
+    results = _read(out / FACTS)
+    if results is not None:
+        if results.get("settings") == settings:
             console.info(f"{out} is finished: nothing to do")
             return True
         raise ConfigError(f"{out} was pruned with other settings: choose another --out")
     raise ConfigError(f"{out} exists and was not made by prune: choose another --out")
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    """Return the content of a file of this module; None: there is none, or another one."""
+    try:
+        return read_json(file)
+    except (OSError, ValueError):
+        return None
 
 
 def _working_directory(out: Path, settings: dict[str, Any]) -> Path:
@@ -231,7 +248,7 @@ def _working_directory(out: Path, settings: dict[str, Any]) -> Path:
     work = out.with_name(f".{out.name}.partial")
     file = work / FACTS
     if file.is_file():
-        if read_json(file) != settings:
+        if _read(file) != settings:
             raise ConfigError(
                 f"{work} has unfinished work with other settings: remove it, or choose another "
                 "--out"
@@ -311,7 +328,14 @@ def _prune_model(
     Returns:
         names of the pruned layers; name of a block -> facts for the report; perplexity before.
     """
-    model = load(path, "causal_lm" if is_causal_lm(path) else "own").model.float().eval()
+    loaded = load(path, "causal_lm" if is_causal_lm(path) else "own")
+    if loaded.new:
+        raise CheckpointError(
+            f"{path} lacks {', '.join(loaded.new[:3])} of {type(loaded.model).__name__}, which "
+            "would be random: save the model with all of its weights"
+        )
+    model = loaded.model.float().eval()
+    del loaded
     dtypes = stored_dtypes(path, model)
     require_finite(model.state_dict(), path)
     layers = _chosen(model, request.layers)
@@ -368,18 +392,19 @@ def _chosen(model: nn.Module, words: Sequence[str]) -> list[str]:
     globs = [word.removeprefix("!") for word in words if word not in roles]
     patterns: list[str] = []
     excluded: list[str] = []
-    for word in words:
-        if word in roles:
-            require_known_layers(word, roles, model, globs)
-            patterns += roles[word]
-        elif word.startswith("!"):
-            excluded.append(word.removeprefix("!"))
-        else:
-            patterns.append(word)
     try:
+        for word in words:
+            if word in roles:
+                require_known_layers(word, roles, model, globs)
+                patterns += roles[word]
+            elif word.startswith("!"):
+                excluded.append(word.removeprefix("!"))
+            else:
+                patterns.append(word)
         return list(select_layers(model, patterns, excluded))
     except ConfigError as error:
-        raise ConfigError([f"--layers: {text}" for text in error.messages]) from error
+        texts = [text.removeprefix("targets").lstrip(": ") for text in error.messages]
+        raise ConfigError([f"--layers: {text}" for text in texts]) from error
 
 
 def _masks(journal: DirectoryJournal, stages: Sequence[str]) -> Iterator[tuple[str, Tensor]]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -340,13 +342,14 @@ PLAIN = {
 def stored_dtypes(path: str, model: nn.Module) -> dict[str, torch.dtype]:
     """Return the dtype that a checkpoint in safetensors stores each Parameter of its model in.
 
-    A Parameter whose name the files lack, because transformers converts it, has the dtype of all
-    other tensors if they have one, else fp32.
+    A Parameter whose name the files lack, because transformers converts it, has the dtype of most
+    stored values.
 
     Raises:
         CheckpointError: the weights are pickled.
     """
     found: dict[str, torch.dtype] = {}
+    entries: Counter[torch.dtype] = Counter()
     for file in weight_files(path):
         if file.suffix != ".safetensors":
             raise CheckpointError(
@@ -354,10 +357,12 @@ def stored_dtypes(path: str, model: nn.Module) -> dict[str, torch.dtype]:
                 "safe_serialization=True"
             )
         with safe_open(file, "pt") as tensors:
-            kinds = {k: tensors.get_slice(k).get_dtype() for k in tensors.keys()}  # noqa: SIM118
-            found |= {name: PLAIN[kind] for name, kind in kinds.items() if kind in PLAIN}
-    every = set(found.values())
-    other = every.pop() if len(every) == 1 else torch.float32
+            for name in tensors.keys():  # noqa: SIM118
+                part = tensors.get_slice(name)
+                if dtype := PLAIN.get(part.get_dtype()):
+                    found[name] = dtype
+                    entries[dtype] += math.prod(part.get_shape())
+    other = entries.most_common(1)[0][0] if entries else torch.float32
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     return {
         name: next(

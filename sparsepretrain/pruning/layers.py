@@ -51,17 +51,24 @@ def require_layers(model: nn.Module, names: Sequence[str], m: int) -> None:
 
 
 def blocks_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    """Return name -> block of the layers, in the order of the model.
+    """Return name -> block, of the lists of blocks that the layers are in.
+
+    Blocks without any of the layers are among them: hidden states pass through them too.
 
     Raises:
-        ConfigError: a layer is in none, such as the head.
+        ConfigError: a layer is in no block, such as the head.
     """
-    found = {}
+    lists = []
     for name in names:
         block = BLOCK.match(name)
         if block is None:
             raise ConfigError(
                 f"{name} is in no repeated block: calibration goes block by block; leave it out"
             )
-        found[block[0]] = model.get_submodule(block[0])
-    return found
+        lists.append(block[0].rpartition(".")[0])
+    return {
+        f"{parent}.{child}" if parent else child: module
+        for parent in dict.fromkeys(lists)
+        for child, module in model.get_submodule(parent).named_children()
+        if child.isdigit()
+    }

@@ -39,8 +39,6 @@ class PruningMethod(ABC):
     paper: ClassVar[str] = ""
     reads: ClassVar[Kept] = "squares"
     """Sums over calibration inputs that :meth:`prune` needs."""
-    changes_weights: ClassVar[bool] = False
-    """True if kept weights get other values: a mask alone does not give the result."""
 
     def __init__(self, options: Any, n: int, m: int) -> None:
         self.options = options

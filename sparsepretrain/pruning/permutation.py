@@ -103,6 +103,11 @@ class Fold:
     copies: int
     size: int
 
+    @property
+    def is_ffn(self) -> bool:
+        """True for the inner axis of an FFN, False for channels of heads."""
+        return self.parts == 1 and self.copies == 1 and not self.producers[0].stride
+
     def orders(self, score: Tensor, n: int, m: int) -> Tensor:
         """Return the best order of each part, (parts, size).
 
@@ -142,7 +147,7 @@ def folds_of(
 ) -> Iterator[Fold]:
     """Yield the places of a block where an order of channels may fold, by the names of its layers.
 
-    They are guesses: :func:`try_fold` checks that the block computes the same.
+    They are guesses: :func:`try_fold` checks that the consumer computes the same.
 
     Args:
         layers: name -> linear layer of the block.
@@ -203,22 +208,21 @@ def try_fold(
     output: Callable[[], Tensor],
     tolerance: float,
 ) -> Tensor | None:
-    """Apply a fold, and undo it unless the block computes the same.
+    """Apply a fold, and undo it unless the consumer computes the same.
 
     Args:
         fold: where.
         layers: name -> layer of the block.
         orders: (parts, size).
-        output: computes the output of the block on a batch.
-        tolerance: difference that rounding may make, relative to the largest output.
+        output: computes the output of the consumer on a batch.
+        tolerance: difference that rounding may make, relative to the norm of the output.
 
     Returns:
         the order of the inputs of the consumer; None: the fold was undone.
     """
     before = output()
     order = fold.apply(layers, orders)
-    difference = (output() - before).abs().max()
-    if bool(difference <= tolerance * before.abs().max()):
+    if bool((output() - before).norm() <= tolerance * before.norm()):
         return order
     fold.apply(layers, orders.argsort(dim=1))
     return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -19,8 +20,7 @@ from sparsepretrain.pruning.methods.magnitude import Magnitude
 from sparsepretrain.pruning.permutation import folds_of, try_fold
 
 ROUNDING = 1e-4
-"""Difference of a block's output that another order of summation may make, relative to the
-largest."""
+"""Difference of a layer's output that another order of summation may make, relative to its norm."""
 
 
 @dataclass
@@ -104,8 +104,13 @@ def prune_model(
             raise ConfigError(f"{type(method).__name__} needs calibration text")
         stages = blocks_of(model, layers)
         stream = _Stream(calibration, stages)
+        _require_all_run(layers, stages, stream.order)
         stages = {name: stages[name] for name in stream.order}
     for index, (name, module) in enumerate(stages.items()):
+        if not any(_is_in(layer, name) for layer in layers):
+            assert stream is not None
+            stream.advance(name, module)
+            continue
         stage = journal.load(name) if journal is not None else None
         before = {k: p.detach().clone() for k, p in module.named_parameters()} if restore else {}
         if stage is None:
@@ -124,6 +129,22 @@ def prune_model(
         yield stage
 
 
+def _is_in(layer: str, block: str) -> bool:
+    return layer == block or layer.startswith(f"{block}.")
+
+
+def _require_all_run(layers: Sequence[str], blocks: Iterable[str], order: Sequence[str]) -> None:
+    """Refuse layers in blocks that read no text, such as those of a vision tower."""
+    idle = [block for block in blocks if block not in order]
+    left = [layer for layer in layers if any(_is_in(layer, block) for block in idle)]
+    if left:
+        more = f" and {len(left) - 1} more layers" if len(left) > 1 else ""
+        parent = idle[0].rpartition(".")[0]
+        raise ConfigError(
+            f"{left[0]}{more}: no text reaches these blocks: leave them out ('!{parent}.*')"
+        )
+
+
 def _prune_stage(
     model: nn.Module,
     name: str,
@@ -135,7 +156,7 @@ def _prune_stage(
 ) -> Stage:
     """Prune the layers of a block, or one layer."""
     modules = linear_layers(model)
-    inside = {n: modules[n] for n in layers if n == name or n.startswith(f"{name}.")}
+    inside = {n: modules[n] for n in layers if _is_in(n, name)}
     stage = Stage(name)
     sums: dict[str, InputSums] = {}
     output = None
@@ -198,9 +219,13 @@ def _permute(
         full = f"{name}.{fold.consumer}"
         if full not in inside or sums[full].tokens == 0:
             continue
+        if not fold.is_ffn and stream.shares(name):
+            continue  # another block may read the values of this one
         score = method.score(matrix_of(inside[full]), sums[full])
         orders = fold.orders(score, method.n, method.m)
-        order = try_fold(fold, local, orders, lambda: stream.output(name, block), ROUNDING)
+        # the output of the layer itself: in that of the block the residual may hide an error
+        output = functools.partial(stream.output_of, name, block, inside[full])
+        order = try_fold(fold, local, orders, output, ROUNDING)
         if order is None:
             stage.facts.setdefault("not_folded", []).append(full)
             continue
@@ -234,6 +259,7 @@ class _Stream:
             for tokens in calibration.batches:
                 self._entered: list[str] = []
                 self._last: Tensor | None = None
+                self._others: list[Tensor] = []
                 calibration.forward(tokens)
                 self.order = self.order or self._entered
                 if self._entered != self.order or len(set(self.order)) < len(self.order):
@@ -244,13 +270,23 @@ class _Stream:
 
     def _enter(self, name: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         keywords = dict(keywords)
-        hidden = args[0] if args else keywords.pop("hidden_states")
+        hidden = args[0] if args else keywords.pop("hidden_states", None)
+        if not isinstance(hidden, Tensor):
+            raise ConfigError(
+                f"{name} is called without hidden states: prune this model with --method "
+                "magnitude, which needs no calibration"
+            )
         if self._last is None:
             self._hidden.append(hidden)
         elif hidden is not self._last and not torch.equal(hidden, self._last):
             raise ConfigError(
                 f"{name} reads something else than the output of the block before: prune this "
                 "model with --method magnitude, which needs no calibration"
+            )
+        if any(value is other for other in self._others for value in (*args, *keywords.values())):
+            raise ConfigError(
+                f"{name} reads further results of the block before: prune this model with "
+                "--method magnitude, which needs no calibration"
             )
         self._entered.append(name)
         call = _Call(args[1:], keywords)
@@ -259,6 +295,8 @@ class _Stream:
 
     def _leave(self, output: Any) -> None:
         self._last = _first(output)
+        others = output[1:] if isinstance(output, tuple | list) else ()
+        self._others = [value for value in others if isinstance(value, Tensor)]
 
     def _run(self, name: str, block: nn.Module, index: int) -> Tensor:
         call = self._calls[name][index]
@@ -292,6 +330,21 @@ class _Stream:
     def output(self, name: str, block: nn.Module) -> Tensor:
         """Return the output of a block for the first batch."""
         return self._run(name, block, 0)
+
+    def output_of(self, name: str, block: nn.Module, layer: nn.Module) -> Tensor:
+        """Return the output of a layer of the block for the first batch, of its last call."""
+        seen: list[Tensor] = []
+        handle = layer.register_forward_hook(lambda module, args, output: seen.append(output))
+        try:
+            self._run(name, block, 0)
+        finally:
+            handle.remove()
+        return seen[-1] if seen else torch.zeros(1)
+
+    def shares(self, name: str) -> bool:
+        """Return True if the block gets a dict, in which blocks may leave values for others."""
+        call = self._calls[name][0]
+        return any(isinstance(v, dict) for v in (*call.args, *call.keywords.values()))
 
     def advance(self, name: str, block: nn.Module) -> None:
         """Replace the inputs of a block by its outputs."""

@@ -62,6 +62,11 @@ def fingerprint(path: str) -> dict[str, str]:
         return {}
 
 
+def place_of(path: str) -> str:
+    """Return the absolute path of a local checkpoint; a name on the hub stays."""
+    return str(Path(path).absolute()) if Path(path).exists() else path
+
+
 def require_same(file: Path, run: object) -> None:
     """Refuse to continue a run, or to call it finished, if its source has changed.
 

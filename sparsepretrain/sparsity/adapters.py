@@ -30,6 +30,7 @@ class MaskedAdapter:
     """Mask from a merge until it is undone: the merged weight may suggest another one."""
 
     base_layer: Any
+    merged_adapters: list[str]
 
     def current_mask(self) -> Tensor | None:
         """Return the mask of the base layer, of the shape of its weight; None: it is dense now."""
@@ -53,19 +54,28 @@ class MaskedAdapter:
 
     def merge(self, *args: Any, **options: Any) -> None:
         """Merge adapters; masks that follow the weight keep what they keep now."""
-        self.merge_mask = self.current_mask()
-        super().merge(*args, **options)  # type: ignore[misc]
         base = self.base_layer
+        before = self.merge_mask
+        count = len(self.merged_adapters)
+        self.merge_mask = self.current_mask()
+        try:
+            super().merge(*args, **options)  # type: ignore[misc]
+        finally:
+            if len(self.merged_adapters) == count:  # nothing was merged
+                self.merge_mask = before
         if self.merge_mask is None or not isinstance(base, SparseLayer):
             return
         if base.sparse_model.method.fixed_from is None:
             # dropped weights might become the largest of their group
             base.weight.data.mul_(self.merge_mask)
+        base.operands.refresh(base.weight)
 
     def unmerge(self) -> None:
         """Undo a merge."""
         super().unmerge()  # type: ignore[misc]
         self.merge_mask = None
+        if isinstance(self.base_layer, SparseLayer):
+            self.base_layer.operands.refresh(self.base_layer.weight)
 
 
 class MaskedLoRA(MaskedAdapter):
@@ -86,6 +96,11 @@ class MaskedLoRA(MaskedAdapter):
         for adapter in self.active_adapters:
             if adapter not in self.lora_A:
                 continue
+            if adapter in self.lora_variant:
+                raise ConfigError(
+                    f"the adapter {adapter!r} is a variant of LoRA (DoRA, aLoRA, …), which has no "
+                    "mask: use LoRA on sparse layers, or attach(optimizer, mask_adapters=False)"
+                )
             delta = self.get_delta_weight(adapter)
             inputs = self.lora_dropout[adapter](self._cast_input_dtype(x, delta.dtype))
             result = result + F.linear(inputs, delta.t() if self.fan_in_fan_out else delta)
@@ -120,7 +135,7 @@ def mask_adapters(model: nn.Module) -> int:
         base = getattr(module, "base_layer", None)
         if isinstance(module, MaskedAdapter):
             count += 1
-        elif isinstance(base, SparseLayer) and hasattr(module, "get_delta_weight"):
+        elif isinstance(base, SparseLayer) and hasattr(module, "merged_adapters"):
             if base.sparse_model.method.sparse_row.A == W:
                 continue  # gradients or inputs are sparse: merging changes nothing
             mixin = _mixin_of(module)

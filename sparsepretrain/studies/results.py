@@ -346,6 +346,17 @@ def _fill(result: CellResult, data: RunData, *, evaluated: bool) -> None:
         result.reason = f"step {result.step} of {result.steps}"
 
 
+def pruned_results(directory: RunDirectory, step: int, stage: Stage) -> dict[str, Any] | None:
+    """Return ``prune.json`` of a stage on the checkpoint of ``step``; None if it has not run.
+
+    Results of another method or pattern under the same name are not those of the stage.
+    """
+    results = directory.pruning(step, stage.name) or {}
+    settings = results.get("settings", {})
+    same = (settings.get("method"), settings.get("pattern")) == (stage.prune, stage.pattern)
+    return results if results and same else None
+
+
 def _pruned(cell: CellResult, stage: Stage, data: RunData | None, table: Table) -> CellResult:
     """Return the result of a row whose runs are those of another row, pruned."""
     result = dataclasses.replace(cell, row=str(stage.row), metrics={}, missing={}, command="")
@@ -356,7 +367,7 @@ def _pruned(cell: CellResult, stage: Stage, data: RunData | None, table: Table) 
     out = run / directory.pruned.name / stage.name
     words = ["--method", str(stage.prune), "--pattern", stage.pattern, "--out", str(out)]
     result.command = shell_line(["sparsepretrain", "prune", str(run), *words, *stage.overrides])
-    found = directory.pruning(cell.steps, stage.name)
+    found = pruned_results(directory, cell.steps, stage)
     for name, metric in table.metrics.items():
         if found is None:
             failure = directory.failures().get(stage.name)
@@ -386,7 +397,7 @@ def _measure(result: CellResult, name: str, metric: Metric, data: RunData, size:
             if stage.lm_eval is not None:
                 found = directory.harness_result(result.steps, stage.name) or {}
             elif stage.prune is not None:  # of the dense run, on the text of the pruned ones
-                results = directory.pruning(result.steps, stage.name) or {}
+                results = pruned_results(directory, result.steps, stage) or {}
                 found = results["perplexity"]["before"][0] if results else {}
             else:
                 line = directory.evaluation(stage.evaluate, stage.overrides, stage.average)

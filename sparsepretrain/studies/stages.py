@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from sparsepretrain import registry
 from sparsepretrain.config.compose import shell_line
 from sparsepretrain.config.schema import Run
+from sparsepretrain.config.strict import build
 from sparsepretrain.console import Console
-from sparsepretrain.errors import ConfigError, SparsePretrainError
+from sparsepretrain.errors import ConfigError, SparsePretrainError, reason
 from sparsepretrain.export import export_run
 from sparsepretrain.export.claims import read_pattern
 from sparsepretrain.export.prune import Request, prune_checkpoint
@@ -22,6 +25,7 @@ from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.studies import progress
 from sparsepretrain.studies.cells import Cell, Part, stage_words
+from sparsepretrain.studies.results import pruned_results
 from sparsepretrain.studies.tables import Stage
 from sparsepretrain.training.derive import finetuned
 from sparsepretrain.training.evaluation import evaluate_checkpoint
@@ -83,10 +87,10 @@ class Pruning(Evaluation):
 
     def look(self) -> None:
         """Look for the pruned model."""
-        results = self.directory.pruning(self.end, self.stage.name)
+        results = pruned_results(self.directory, self.end, self.stage)
         self.line = {"step": self.end, "loss": None, "done": results is not None}
         if results is not None:
-            self.line["loss"] = results["perplexity"]["after"][0]["loss"]
+            self.line["loss"] = results["perplexity"]["after"][0].get("loss")
 
     def work(self) -> Callable[[Console], int]:
         """Return the work of ``sparsepretrain prune``."""
@@ -103,19 +107,28 @@ def _request(run: str, stage: Stage, out: Path, config_dirs: Sequence[Path]) -> 
     """Return the request of a stage of pruning.
 
     Raises:
-        ConfigError: unknown method, or not a pattern.
+        ConfigError: unknown method or option, or not a pattern.
     """
     cls: Any = registry.get("pruning", str(stage.prune))
     try:
         n, m = read_pattern(stage.pattern)
     except ValueError as error:
         raise ConfigError(f"pattern: {error}") from error
+    own = {f.name for f in fields(cls.Options)}
+    options = [word for word in stage.overrides if word.partition("=")[0] in own]
+    try:
+        values = {key: yaml.safe_load(text) for key, _, text in (w.partition("=") for w in options)}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{options}: expected YAML values: {reason(error)}") from error
+    others = [word for word in stage.overrides if word not in options]
+    if flags := [word for word in others if word.startswith("-")]:
+        raise ConfigError(f"{flags[0]}: expected KEY=VALUE of the data or the method")
     return Request(
         checkpoint=run,
         name=str(stage.prune),
-        method=cls(cls.Options(), n, m),
+        method=cls(build(cls.Options, values), n, m),
         out=out,
-        overrides=stage.overrides,
+        overrides=others,
         config_dirs=config_dirs,
     )
 

@@ -31,7 +31,11 @@ from sparsepretrain.training import compilation
 from sparsepretrain.training.batches import TrainingBatches
 from sparsepretrain.training.classes import class_names, named_classes, order_classes
 from sparsepretrain.training.ema import EMA
-from sparsepretrain.training.fixed_masks import keep_fixed_masks, wanda_masks
+from sparsepretrain.training.fixed_masks import (
+    keep_fixed_masks,
+    require_fixed_mask,
+    wanda_masks,
+)
 from sparsepretrain.training.gradients import gradients
 from sparsepretrain.training.guard import Guard
 from sparsepretrain.training.identity import weights_hash
@@ -83,11 +87,13 @@ def build_session(
     seconds = 0.0 if cost is None else cost.eager_seconds(run, world.size)
     scope = compilation.scope_of(run, world.device, seconds)
     inputs = layer_inputs(run, task, bare) if trains and run.sparse_matmuls != "emulate" else {}
-    layers = list(sparsify_model(run, task, bare, device).layers)
+    sharded = run.parallel.name == "fsdp" and world.size > 1
+    planned = sparsify_model(run, task, bare, device)
+    if fresh:
+        require_fixed_mask(run, planned, sharded=sharded)
     if splits is None:
         splits = ("train", "validation") if run.eval.batches != 0 else ("train",)
     task.open_data(splits, on_progress=console.progress)
-    sharded = run.parallel.name == "fsdp" and world.size > 1
     # Sharding moves the model to the device block by block; rank 0 draws the weights for all ranks.
     draws = world.is_main or not sharded
     model = build_model(task, (torch.device("cpu") if draws else META) if sharded else world.device)
@@ -101,11 +107,12 @@ def build_session(
     chooses = fresh and draws
     calibrated = {}
     if chooses and run.init.mask == "wanda":
-        calibrated = wanda_masks(run, task, model, layers, console)
+        calibrated = wanda_masks(run, task, model, list(planned.layers), console)
     sparsifier = sparsify_model(run, task, model, device)
     restore_method(sparsifier, buffers)
     if chooses:
         keep_fixed_masks(run, sparsifier, calibrated)
+        del calibrated
     chosen = initial and draws and run.init.mask == "magnitude"
     if chosen and (note := zeros_note(model, sparsifier)):
         console.info(note)

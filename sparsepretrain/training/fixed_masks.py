@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -16,7 +17,7 @@ from sparsepretrain.pruning.mask_files import masks_file, read_masks
 from sparsepretrain.pruning.methods.wanda import Wanda
 from sparsepretrain.pruning.walk import Calibration, prune_model
 from sparsepretrain.sparsity import Sparsifier
-from sparsepretrain.tasks import Task
+from sparsepretrain.tasks import Task, build_task
 
 RULES = ("magnitude", "zeros", "wanda")
 """Values of ``init.mask`` that are not paths."""
@@ -24,6 +25,13 @@ SEQUENCES = 128
 """Sequences of calibration text, as in the papers of SparseGPT, Wanda and RIA."""
 TOKENS_AT_ONCE = 8192
 """Maximum tokens of one forward of the calibration, whose logits are in memory."""
+
+
+def packed(run: Run) -> Run:
+    """Return a run whose samples are windows of packed text: padding is no calibration text."""
+    if getattr(run.task, "documents", False):
+        return dataclasses.replace(run, task=dataclasses.replace(run.task, documents=False))
+    return run
 
 
 def calibration_batches(
@@ -58,13 +66,12 @@ def wanda_masks(
         console: shows progress.
 
     Raises:
-        ConfigError: not a causal language model, or layers that Wanda does not prune.
+        ConfigError: layers that Wanda does not prune.
     """
-    if run.task.name != "causal_lm":
-        raise ConfigError(
-            [("init.mask", f"=wanda is for causal language models, not for task={run.task.name}")]
-        )
     device = next(model.parameters()).device
+    if packed(run) is not run:
+        task = build_task(packed(run))
+        task.open_data(("train",), on_progress=console.progress)
     batches = calibration_batches(task, SEQUENCES, device)
     forward = functools.partial(task.recipe.logits, model)
     method = Wanda(Wanda.Options(), run.sparsity.n, run.sparsity.m)
@@ -90,6 +97,26 @@ def require_rule(run: Run) -> None:
         near = registry.suggestion(mask, RULES)
         text = f"={mask}: there is no such file, and no such rule{near}"
         raise ConfigError([("init.mask", text)])
+
+
+def require_fixed_mask(run: Run, sparsifier: Sparsifier, *, sharded: bool) -> None:
+    """Refuse a rule of ``init.mask`` that cannot be applied, before data is read.
+
+    Raises:
+        ConfigError: the method has no fixed mask; Wanda for another task or a sharded model.
+    """
+    rule = run.init.mask
+    problem = ""
+    if rule != "magnitude" and not sparsifier.method.keeps_zeros:
+        problem = f"{run.sparsity.name} has no mask that is fixed from the start: use asp with "
+        problem += "at=0, or slope with mask=magnitude, and no window.start"
+    elif rule == "wanda" and run.task.name != "causal_lm":
+        problem = f"Wanda is for causal language models, not for task={run.task.name}"
+    elif rule == "wanda" and sharded:
+        problem = "one rank would calibrate while the others wait: run prune first, and give its "
+        problem += "directory as init.mask"
+    if problem:
+        raise ConfigError([("init.mask", f"={rule}: {problem}")])
 
 
 def keep_fixed_masks(run: Run, sparsifier: Sparsifier, wanda: dict[str, Tensor]) -> None:

@@ -211,6 +211,14 @@ def not_finite(source, root):
     return text(root)
 
 
+def without_head(source, root):
+    """Untied, and the file has no lm_head: transformers would draw one."""
+    state = load_file(source / "model.safetensors")
+    del state["lm_head.weight"]
+    save_file(state, source / "model.safetensors", {"format": "pt"})
+    return text(root)
+
+
 def long_sequences(source, root):
     """GPT-2 has a table of positions, here of 64."""
     shutil.rmtree(source)
@@ -249,6 +257,7 @@ REFUSED = {
     pickled: (4, "pickled"),
     truncated: (4, "cannot be loaded"),
     not_finite: (4, "not finite"),
+    without_head: (4, "lacks lm_head.weight"),
     long_sequences: (2, "task.sequence_length"),
     other_layers: (2, "--layers"),
     the_head: (2, "lm_head"),
@@ -270,6 +279,22 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path, capsys, case):
     left = sorted(path.name for path in tmp_path.iterdir() if path.name not in ("cache", "new"))
     assert left == before
     assert not any((tmp_path / "new").iterdir()) if (tmp_path / "new").exists() else True
+
+
+@pytest.mark.parametrize("word", ["powr=0.5", "task.sequence_length=16", "seed=1"])
+def test_words_that_would_do_nothing_are_refused(tmp_path, capsys, word):
+    source = checkpoint(tmp_path / "hf")
+    assert prune(source, tmp_path / "out", word, method="magnitude") == 2
+    assert word.partition("=")[0] in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_damaged_report_is_not_a_finished_command(tmp_path, capsys):
+    source = checkpoint(tmp_path / "hf")
+    out = tmp_path / "out"
+    assert prune(source, out, method="magnitude") == 0
+    (out / "prune.json").write_text("{")
+    assert prune(source, out, method="magnitude") == 2
+    assert "was not made by prune" in capsys.readouterr().err
 
 
 def test_an_unknown_method_is_one_line(tmp_path, capsys):
@@ -306,6 +331,31 @@ def test_a_run_is_calibrated_with_its_own_data_and_pruned_like_its_export(tiny, 
         loss
         == json.loads((again / "prune.json").read_text())["perplexity"]["before"][0]["perplexity"]
     )
+
+
+def test_documents_are_packed_for_calibration(tiny, tmp_path):
+    """Padding is no text: the masks are those of a run without documents."""
+    out = {}
+    for documents in ("true", "false"):
+        run = tiny.train(f"task.documents={documents}", "steps=2").directory
+        pruned = tmp_path / documents
+        words = ["seed=3"]
+        assert prune(run, pruned, *words) == 0
+        out[documents] = json.loads((pruned / "prune.json").read_text())
+        assert out[documents]["perplexity"]["after"][0]["loss"] > 0
+    first, second = (out[key]["settings"]["text"] for key in out)
+    assert first == second
+
+
+def test_the_same_checkpoint_by_another_path_goes_on(tmp_path, monkeypatch):
+    source = checkpoint(tmp_path / "hf")
+    words = text(tmp_path)
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        interrupt(patch, 1)
+        assert prune(source, out, *words) == 130
+    monkeypatch.chdir(tmp_path)
+    assert prune("hf", "out", *words) == 0
 
 
 def test_runs_of_other_tasks_are_refused(tiny, tmp_path, capsys):

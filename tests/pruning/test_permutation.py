@@ -90,6 +90,7 @@ def test_a_fold_that_changes_the_function_is_undone():
     model = transformers.AutoModelForCausalLM.from_config(small_config("llama")).double().eval()
     block = model.model.layers[0]
     norm = torch.rand(block.mlp.down_proj.in_features, dtype=torch.float64)
+    assert len({*norm.tolist()}) == len(norm)
     block.mlp.down_proj.register_forward_pre_hook(lambda module, args: (args[0] * norm,))
     layers = linear_layers(block)
     weights = {name: matrix_of(layer).clone() for name, layer in layers.items()}

@@ -194,6 +194,62 @@ def test_models_whose_blocks_are_no_chain_are_refused(twice):
     assert len([*prune_model(model, ["blocks.0.0", "blocks.1.0"], rule("magnitude"))]) == 2
 
 
+class Further(torch.nn.Module):
+    """Blocks that pass a second result to the next one, or that no text reaches."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+        self.kind = kind
+
+    def forward(self, tokens):
+        x, further = torch.nn.functional.one_hot(tokens, 8).float(), None
+        for block in self.blocks[:2] if self.kind == "idle" else self.blocks:
+            x, further = block(x, further if self.kind == "further" else None)
+        return x
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+
+    def forward(self, x, further=None):
+        y = self.inner(x) + (0 if further is None else further)
+        return y, y.sin()
+
+
+NAMES = [f"blocks.{i}.inner" for i in range(3)]
+
+
+@pytest.mark.parametrize("kind, text", [("further", "further results"), ("idle", "no text")])
+def test_results_besides_hidden_states_and_idle_blocks_are_refused(kind, text):
+    calibration = Calibration(Further(kind), [torch.zeros(1, 3, dtype=torch.int64)])
+    with pytest.raises(ConfigError, match=text):
+        [*prune_model(calibration.forward, NAMES, rule("wanda"), calibration)]
+
+
+def test_blocks_without_chosen_layers_are_passed_through():
+    """As --layers '!*.1.*': hidden states go through the dense block between."""
+    torch.manual_seed(0)
+    model = Further("plain")
+    batches = [torch.randint(8, (2, 3)) for _ in range(3)]
+    chosen = [NAMES[0], NAMES[2]]
+    with torch.no_grad():
+        stages = [*prune_model(model, chosen, rule("wanda"), Calibration(model, batches))]
+        assert [stage.name for stage in stages] == ["blocks.0", "blocks.2"]
+        seen = []
+        layer = model.get_submodule(NAMES[2])
+        layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].flatten(0, -2)))
+        mask = stages[1].masks[NAMES[2]]
+        for tokens in batches:
+            model(tokens)
+    norms = torch.cat(seen).double().norm(dim=0)
+    torch.manual_seed(0)
+    weight = Further("plain").get_submodule(NAMES[2]).weight.detach()
+    assert torch.equal(mask, nm_mask(weight.abs() * norms, 2, 4))
+
+
 @pytest.mark.parametrize(
     "names, m, key",
     [

@@ -140,6 +140,50 @@ def test_unmerged_adapters_compute_what_they_did(method):
             torch.testing.assert_close(wrapped(X), plain)
 
 
+@pytest.mark.parametrize("method", ["asp", "slope", "ste"])
+def test_stored_operands_follow_a_merge(method):
+    model = Net()
+    handle = sparsify(model, method)
+    wrapped = train(adapted(model), handle)
+    handle.store_operands()
+    before = wrapped(X).detach()
+    wrapped.merge_adapter()
+    torch.testing.assert_close(wrapped(X), before)
+    wrapped.unmerge_adapter()
+    torch.testing.assert_close(wrapped(X), before)
+
+
+def test_merging_nothing_changes_nothing():
+    """A layer that only has another adapter, and a merge that is refused because of NaN."""
+    model = Net()
+    handle = sparsify(model, "ste")
+    wrapped = adapted(model, init_lora_weights=False)
+    wrapped.add_adapter("up only", peft.LoraConfig(r=2, target_modules=["up"]))
+    trained = [p for p in wrapped.parameters() if p.requires_grad]
+    handle.attach(torch.optim.AdamW(trained))
+    weight = model.down.base_layer.weight.detach().clone()
+    wrapped.merge_adapter(["up only"])
+    assert torch.equal(model.down.base_layer.weight, weight)
+    assert model.down.merge_mask is None
+    wrapped.unmerge_adapter()
+    with torch.no_grad():
+        model.down.lora_B["default"].weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="NaN"):
+        model.down.merge(safe_merge=True, adapter_names=["default"])
+    assert model.down.merge_mask is None
+    assert torch.equal(model.down.base_layer.weight, weight)
+
+
+def test_a_variant_that_is_added_later_is_refused():
+    model = Net()
+    handle = sparsify(model, "asp")
+    wrapped = train(adapted(model), handle)
+    wrapped.add_adapter("dora", peft.LoraConfig(r=2, target_modules=NAMES, use_dora=True))
+    wrapped.set_adapter("dora")
+    with pytest.raises(ConfigError, match="DoRA"):
+        wrapped(X)
+
+
 def test_two_adapters_merge_one_after_the_other():
     model = Net()
     handle = sparsify(model, "ste")
@@ -259,12 +303,14 @@ def test_adapters_that_stay_dense_branches_are_left_alone():
     assert not any(isinstance(module, MaskedAdapter) for module in wrapped.modules())
 
 
-@pytest.mark.parametrize("case", ["sste", "vera"])
+@pytest.mark.parametrize("case", ["sste", "vera", "ia3"])
 def test_adapters_that_cannot_merge_to_nm_are_named(case):
     model = Net()
     handle = sparsify(model, "sste" if case == "sste" else "asp")
-    if case == "vera":
+    if case in ("vera", "ia3"):
         config = peft.VeraConfig(r=2, target_modules=["up"])
+        if case == "ia3":
+            config = peft.IA3Config(target_modules=["up"], feedforward_modules=["up"])
         wrapped = peft.get_peft_model(model, config)
     else:
         wrapped = adapted(model)

@@ -40,7 +40,6 @@ class SparseGPT(PruningMethod):
     summary = "second-order, kept weights make up for the others"
     paper = "arXiv:2301.00774 (ICML 2023)"
     reads: ClassVar[Kept] = "moments"
-    changes_weights = True
 
     def prune(self, weight: Tensor, inputs: InputSums | None) -> Pruned:
         assert inputs is not None

@@ -4,6 +4,7 @@ import glob
 import os
 import re
 import subprocess
+import sys
 
 import pytest
 
@@ -135,6 +136,30 @@ def run(argv: list[str], tiny) -> None:
             small = [word for word in small if not word.startswith(keys)]
         argv = [*argv, *small]
     assert cli.main(argv) == 0, argv
+
+
+@pytest.mark.slow
+def test_the_whole_way_of_retraining_can_be_typed(tmp_path, monkeypatch, capsys):
+    """Every command of the second block, with fewer steps: train, prune, audit, …, generate."""
+    monkeypatch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(training_verb, "illustrate", lambda directory: None)
+    _, block, *_ = blocks(ROOT / "docs/retraining.md", "text")
+    (tmp_path / "shell").mkdir()
+    typed = commands(block.body, tmp_path / "shell")
+    verbs = [argv[1] for argv in typed]
+    assert verbs == ["train", "prune", "audit", "finetune", "export", "audit", "-c"]
+    monkeypatch.chdir(tmp_path)
+    for program, *words in typed:
+        argv = [
+            glob.glob(word.replace("HASH", "*"))[0] if "HASH" in word else word for word in words
+        ]
+        if program == "python":
+            done = subprocess.run([sys.executable, *argv], capture_output=True, text=True)
+            assert done.returncode == 0 and "def main(" in done.stdout, done.stderr
+            continue
+        if argv[0] in ("train", "finetune"):
+            argv += ["steps=8", "eval.batches=1", "tracker=jsonl"]
+        assert cli.main(argv) == 0, (argv, capsys.readouterr())
 
 
 def test_a_shell_block_is_read_as_bash_reads_it(tmp_path):
