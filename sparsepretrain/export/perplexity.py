@@ -17,6 +17,8 @@ from sparsepretrain.errors import CheckpointError, DataError, reason
 from sparsepretrain.models.pretrained import quiet
 
 WINDOWS = (1024, 2048, 4096)
+TOKENS_AT_ONCE = 2048
+"""Tokens of a forward, of windows that are shorter: their fp32 scores are in memory."""
 
 
 def read_tokens(directory: Path, files: Sequence[Path]) -> list[int]:
@@ -119,13 +121,17 @@ def perplexities_of(
             results.append({"window": window, "reason": f"the text has {len(tokens)} tokens"})
             continue
         total = 0.0
-        for index in range(count):
-            ids = torch.tensor([tokens[index * window : (index + 1) * window]], device=device)
+        rows = torch.tensor(tokens[: count * window]).view(count, window)
+        done = 0
+        for ids in rows.split(max(1, TOKENS_AT_ONCE // window)):
+            ids = ids.to(device)
             with quiet():  # of padding, which there is none of
-                scores = model(input_ids=ids).logits[0, :-1].float()
-            total += float(torch.nn.functional.cross_entropy(scores, ids[0, 1:], reduction="sum"))
+                scores = model(input_ids=ids).logits[:, :-1].float().flatten(0, 1)
+            targets = ids[:, 1:].flatten()
+            total += float(torch.nn.functional.cross_entropy(scores, targets, reduction="sum"))
+            done += len(ids)
             if progress is not None:
-                progress(index + 1, count, f"window {window}")
+                progress(done, count, f"window {window}")
         predicted = count * (window - 1)
         loss = total / predicted
         value = math.exp(loss) if loss < 700 else math.inf

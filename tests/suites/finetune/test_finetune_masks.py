@@ -24,12 +24,12 @@ def _cache(tmp_path, monkeypatch):
 
 def prune(source, out, root, *words, method="wanda"):
     typed = ["--method", method, "--out", str(out), "--sequences", "16"]
-    assert main(["prune", str(source), *typed, *text(root, 40), *words]) == 0
+    assert main(["prune", str(source), *typed, *text(root, 8), *words]) == 0
     return out
 
 
 def finetune(source, root, *words):
-    common = ["task=causal_lm", *text(root, 40), f"runs_dir='{root}/runs'", *QUICK]
+    common = ["task=causal_lm", *text(root, 8), f"runs_dir='{root}/runs'", *QUICK]
     method = ["sparsity=asp", "sparsity.at=0", "sparsity.targets=all", "steps=4", "epochs=null"]
     return main(["finetune", str(source), *common, *method, "eval.batches=1", *words])
 
@@ -54,7 +54,7 @@ def test_masks_of_a_file_are_those_that_train(tmp_path, family, method):
     out = prune(source, tmp_path / "out", tmp_path)
     keys = ["sparsity=slope"] if method == "slope" else []
     keys += ["sparsity.targets=all"]
-    common = ["task=causal_lm", *text(tmp_path, 40), f"runs_dir='{tmp_path}/runs'", *QUICK]
+    common = ["task=causal_lm", *text(tmp_path, 8), f"runs_dir='{tmp_path}/runs'", *QUICK]
     if method == "asp":
         keys += ["sparsity=asp", "sparsity.at=0"]
     words = [*keys, "steps=4", "epochs=null", "eval.batches=1", f"init.mask={out}"]
@@ -182,10 +182,22 @@ REFUSED = {
 }
 
 
+@pytest.fixture(scope="module")
+def pruned_llama(tmp_path_factory):
+    """A directory with a checkpoint, ``hf``, and its pruned copy, ``out``."""
+    root = tmp_path_factory.mktemp("pruned")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(root / "cache"))
+        prune(checkpoint(root / "hf"), root / "out", root)
+    return root
+
+
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.__name__)
-def test_masks_that_do_not_fit_are_one_line_before_a_run_exists(tmp_path, capsys, case):
-    source = checkpoint(tmp_path / "hf")
-    out = prune(source, tmp_path / "out", tmp_path)
+def test_masks_that_do_not_fit_are_one_line_before_a_run_exists(
+    tmp_path, capsys, case, pruned_llama
+):
+    source = shutil.copytree(pruned_llama / "hf", tmp_path / "hf")
+    out = shutil.copytree(pruned_llama / "out", tmp_path / "out")
     mask = case(out, tmp_path)
     code, words = REFUSED[case]
     capsys.readouterr()
@@ -202,7 +214,7 @@ def test_rules_need_trained_weights_and_a_method_with_fixed_masks(tiny, tmp_path
     assert "init.mask must be" in capsys.readouterr().err
     source = checkpoint(tmp_path / "hf")
     assert finetune(source, tmp_path, "sparsity=slope", "~sparsity.at", f"init.mask={rule}") == 2
-    common = ["task=causal_lm", *text(tmp_path, 40), f"runs_dir='{tmp_path}/runs'", *QUICK]
+    common = ["task=causal_lm", *text(tmp_path, 8), f"runs_dir='{tmp_path}/runs'", *QUICK]
     words = ["sparsity=srste", "steps=4", "epochs=null", f"init.mask={rule}"]
     assert main(["finetune", str(source), *common, *words]) == 2
     assert "no mask that is fixed" in capsys.readouterr().err.splitlines()[-1]
