@@ -62,11 +62,11 @@ def test_the_words_of_the_user_precede_the_computed_ones():
     assert {c.row: c.run.steps for c in found}[cell] == 9
 
 
-LARGE = ("gpt2_124m", "bert_base", "llama_130m", "llama_350m")
+LARGE = ("gpt2_124m", "bert_base", "llama_60m", "llama_130m", "llama_350m")
 LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in LARGE]
 
 
-@pytest.mark.parametrize("model", ["llama_60m", "llama_nano", *LARGE])
+@pytest.mark.parametrize("model", ["llama_nano", *LARGE])
 def test_every_language_model_recipe_has_rows_of_equal_cost(model):
     asked = Selection(overrides=[f"model={model}", "optim.lr=1e-3"])
     found = matched("match", load_table("match"), "paper", asked)

@@ -114,7 +114,7 @@ def test_a_larger_micro_batch_is_proposed_if_it_fits(words, gib, row, monkeypatc
     ("words", "gib"),
     [
         (BF16, 10),  # nothing larger fits
-        ((*BF16, "batch.micro=512"), 80),  # already too large
+        pytest.param((*BF16, "batch.micro=512"), 80, marks=pytest.mark.slow),  # already too large
         (("batch.micro=16",), 80),  # one micro-batch per step
         ((*BF16, "batch.size=64", "parallel=ddp", "parallel.nproc=8"), 80),
         ((*BF16, "batch.size=26", "batch.micro=13"), 20),  # 26 does not fit, nothing between

@@ -61,6 +61,7 @@ def test_every_method_is_compared_with_dense(run):
     assert labels(cases, f"{tiny}fp8, sparse_matmuls=auto, ") == ["nn.Linear", "dense", "ste"]
 
 
+@pytest.mark.slow
 @WITHOUT_GPU
 def test_step_ratios_of_the_cpu(run):
     code, cases = run("cpu", "--only", "step*", methods=False)
@@ -71,6 +72,7 @@ def test_step_ratios_of_the_cpu(run):
     assert code == 0 and names == wanted
 
 
+@pytest.mark.slow
 @WITHOUT_GPU
 def test_what_loops_save(run):
     code, cases = run("cpu", "--only", "loops", methods=False)

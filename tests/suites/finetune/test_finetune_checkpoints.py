@@ -153,8 +153,16 @@ OTHER_PATTERNS = {
 }
 
 
-@pytest.mark.parametrize("sparsity", ["dense", "ste"])
-@pytest.mark.parametrize("case", OTHER_PATTERNS)
+# one of each in every change, all in make test-slow
+QUICK_PAIRS = {("1:4", "dense"), ("4:8", "ste"), ("half", "ste"), ("other axis", "dense")}
+PAIRS = [
+    pytest.param(case, sparsity, marks=() if (case, sparsity) in QUICK_PAIRS else pytest.mark.slow)
+    for case in OTHER_PATTERNS
+    for sparsity in ("dense", "ste")
+]
+
+
+@pytest.mark.parametrize(("case", "sparsity"), PAIRS)
 def test_zeros_of_any_pattern_are_noted_with_words_that_keep_them(tmp_path, case, sparsity):
     keep, expected = OTHER_PATTERNS[case]
     source = with_zeros(tmp_path / "model", keep)
