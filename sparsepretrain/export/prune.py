@@ -135,7 +135,8 @@ def prune_checkpoint(request: Request, console: Console) -> Path:
                         shutil.rmtree(work)
                     raise
     except (OSError, SafetensorError) as error:
-        raise cannot_write(out, OSError(str(error))) from error
+        failed = error if isinstance(error, OSError) else OSError(str(error))
+        raise cannot_write(out, failed) from error
     return out
 
 
@@ -178,6 +179,8 @@ def _text(source: WeightSource, request: Request, console: Console) -> _Text | N
         _refuse_words(request, f"nothing is read with task={task_name}")
         return None
     run = packed(derive.evaluated(source, request.overrides, request.config_dirs))
+    if run.task.name != "causal_lm":
+        raise ConfigError(f"task={run.task.name}: leave it out, calibration reads running text")
     device = World.single(run.parallel.device).device
     task = build_task(run)
     require_positions(task)

@@ -66,7 +66,8 @@ class DirectoryJournal:
             sync(temporary)
             os.replace(temporary, file)
         except (OSError, SafetensorError) as error:
-            raise cannot_write(file, OSError(str(error))) from error
+            failed = error if isinstance(error, OSError) else OSError(str(error))
+            raise cannot_write(file, failed) from error
 
     def _file(self, name: str) -> Path:
         return self.directory / f"{name}.safetensors"

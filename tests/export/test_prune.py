@@ -1,5 +1,6 @@
 """The verb ``prune``: checkpoints in, pruned checkpoints out."""
 
+import errno
 import json
 import shutil
 import signal
@@ -132,6 +133,25 @@ def test_an_interrupted_command_goes_on_to_the_same_bytes(tmp_path, monkeypatch,
     assert not (tmp_path / ".out.partial").exists()
 
 
+@pytest.mark.parametrize("place", ["a block", "the model"])
+def test_a_full_disk_is_one_line_and_nothing_is_lost(tmp_path, monkeypatch, capsys, place):
+    source = checkpoint(tmp_path / "hf")
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+
+        def full(*args, **options):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        if place == "a block":
+            patch.setattr(journal, "save_file", full)
+        else:
+            patch.setattr("sparsepretrain.pruning.mask_files.save_file", full)
+        assert prune(source, out, *text(tmp_path)) == 4
+    assert "disk full" in capsys.readouterr().err.splitlines()[-1]
+    assert not out.exists()
+    assert prune(source, out, *text(tmp_path)) == 0
+
+
 def test_other_settings_do_not_go_on_with_the_work_of_before(tmp_path, monkeypatch, capsys):
     source = checkpoint(tmp_path / "hf")
     words = text(tmp_path)
@@ -226,6 +246,10 @@ def long_sequences(source, root):
     return [*text(root), "task.sequence_length=128"]
 
 
+def another_task(source, root):
+    return [*text(root), "task=masked_lm"]
+
+
 def other_layers(source, root):
     return [*text(root), "--layers", "*.mpl.*"]
 
@@ -259,6 +283,7 @@ REFUSED = {
     not_finite: (4, "not finite"),
     without_head: (4, "lacks lm_head.weight"),
     long_sequences: (2, "task.sequence_length"),
+    another_task: (2, "task"),
     other_layers: (2, "--layers"),
     the_head: (2, "lm_head"),
     unknown_pattern: (2, "--pattern"),
