@@ -411,7 +411,7 @@ def _chosen(model: nn.Module, words: Sequence[str]) -> list[str]:
 
 
 def _masks(journal: DirectoryJournal, stages: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield layers and masks from the finished stages: bool masks take eight times their size."""
+    """Yield layers and masks from the files of finished stages, one stage in memory at a time."""
     for name in stages:
         stage = journal.load(name)
         if stage is None:

@@ -35,7 +35,7 @@ class InputSums:
         if self._moments is None:
             self._squares += rows.square().sum(0, dtype=torch.float64)
         else:
-            # one GEMM in the precision of the inputs: in fp64 it is 32 times as slow on many GPUs
+            # one GEMM in the precision of the inputs: consumer GPUs have few units for fp64
             self._moments += rows.t() @ rows
 
     @property

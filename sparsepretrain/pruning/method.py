@@ -58,6 +58,11 @@ class PruningMethod(ABC):
 class ScoreMethod(PruningMethod):
     """Method that keeps the N largest scores of every M consecutive inputs of an output."""
 
+    @property
+    def permutes(self) -> bool:
+        """True if input channels are reordered first where the order folds into other layers."""
+        return False
+
     @abstractmethod
     def score(self, weight: Tensor, inputs: InputSums | None) -> Tensor:
         """Return the score of every weight, ≥ 0, of the shape of ``weight``."""

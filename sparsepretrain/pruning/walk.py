@@ -110,6 +110,8 @@ def prune_model(
         if not any(_is_in(layer, name) for layer in layers):
             assert stream is not None
             stream.advance(name, module)
+            if progress is not None:
+                progress(index + 1, len(stages), "pruning")
             continue
         stage = journal.load(name) if journal is not None else None
         before = {k: p.detach().clone() for k, p in module.named_parameters()} if restore else {}
@@ -163,7 +165,7 @@ def _prune_stage(
     if stream is not None:
         sums, output = stream.sums(name, module, inside, moments=method.reads == "moments")
     touched = {f"{n}.weight" for n in inside}
-    if stream is not None and getattr(method.options, "permute", False):
+    if stream is not None and isinstance(method, ScoreMethod) and method.permutes:
         touched |= _permute(model, name, module, inside, sums, method, stream, stage)
     for layer_name, layer in inside.items():
         matrix = matrix_of(layer)
@@ -206,12 +208,11 @@ def _permute(
     block: nn.Module,
     inside: Mapping[str, nn.Module],
     sums: Mapping[str, InputSums],
-    method: PruningMethod,
+    method: ScoreMethod,
     stream: _Stream,
     stage: Stage,
 ) -> set[str]:
     """Reorder channels of a block where that folds; return the names of changed Parameters."""
-    assert isinstance(method, ScoreMethod)
     local = linear_layers(block)
     roles = roles_of(linear_layers(model))
     touched: set[str] = set()
@@ -253,9 +254,9 @@ class _Stream:
         self._calls: dict[str, list[_Call]] = {name: [] for name in blocks}
         with ExitStack() as hooks:
             for name, block in blocks.items():
-                hooks.enter_context(_hooked(block, lambda *call, n=name: self._enter(n, *call)))
-                handle = block.register_forward_hook(lambda m, args, output: self._leave(output))
-                hooks.callback(handle.remove)
+                enter = functools.partial(self._enter, name)
+                hooks.enter_context(block.register_forward_pre_hook(enter, with_kwargs=True))
+                hooks.enter_context(block.register_forward_hook(self._leave))
             for tokens in calibration.batches:
                 self._entered: list[str] = []
                 self._last: Tensor | None = None
@@ -268,7 +269,9 @@ class _Stream:
                         "--method magnitude, which needs no calibration"
                     )
 
-    def _enter(self, name: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def _enter(
+        self, name: str, block: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> None:
         keywords = dict(keywords)
         hidden = args[0] if args else keywords.pop("hidden_states", None)
         if not isinstance(hidden, Tensor):
@@ -293,7 +296,7 @@ class _Stream:
         calls = self._calls[name]
         calls.append(_shared(call, calls[0]) if calls else call)
 
-    def _leave(self, output: Any) -> None:
+    def _leave(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._last = _first(output)
         others = output[1:] if isinstance(output, tuple | list) else ()
         self._others = [value for value in others if isinstance(value, Tensor)]
@@ -315,14 +318,8 @@ class _Stream:
         first = self.output(name, block)
         with ExitStack() as hooks:
             for layer_name, layer in layers.items():
-                hooks.enter_context(
-                    _hooked(
-                        layer,
-                        lambda args, keywords, n=layer_name: sums[n].add(
-                            args[0] if args else keywords["input"]
-                        ),
-                    )
-                )
+                note = functools.partial(_add_inputs, sums[layer_name])
+                hooks.enter_context(layer.register_forward_pre_hook(note, with_kwargs=True))
             for index in range(len(self._hidden)):
                 self._run(name, block, index)
         return sums, first
@@ -332,14 +329,14 @@ class _Stream:
         return self._run(name, block, 0)
 
     def output_of(self, name: str, block: nn.Module, layer: nn.Module) -> Tensor:
-        """Return the output of a layer of the block for the first batch, of its last call."""
+        """Return the output of a layer of the block for the first batch, of its last call.
+
+        Empty if the layer did not run, such as an expert that this batch does not reach.
+        """
         seen: list[Tensor] = []
-        handle = layer.register_forward_hook(lambda module, args, output: seen.append(output))
-        try:
+        with layer.register_forward_hook(lambda module, args, output: seen.append(output)):
             self._run(name, block, 0)
-        finally:
-            handle.remove()
-        return seen[-1] if seen else torch.zeros(1)
+        return seen[-1] if seen else torch.zeros(0)
 
     def shares(self, name: str) -> bool:
         """Return True if the block gets a dict, in which blocks may leave values for others."""
@@ -353,15 +350,10 @@ class _Stream:
         del self._calls[name]
 
 
-def _hooked(module: nn.Module, function: Callable[..., None]) -> Any:
-    """Call ``function(args, keywords)`` before each forward, until the context is left."""
-    stack = ExitStack()
-
-    def hook(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        function(args, keywords)
-
-    stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-    return stack
+def _add_inputs(
+    sums: InputSums, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
+) -> None:
+    sums.add(args[0] if args else keywords["input"])
 
 
 def _first(output: Any) -> Tensor:

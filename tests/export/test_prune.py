@@ -103,6 +103,12 @@ def test_layers_and_pattern_are_chosen(tmp_path):
     assert json.loads((out / "sparsity.json").read_text())["pattern"] == "1:4"
 
 
+def require_equal_files(first, second):
+    assert {file.name for file in first.iterdir()} == {file.name for file in second.iterdir()}
+    for file in first.iterdir():
+        assert file.read_bytes() == (second / file.name).read_bytes(), file.name
+
+
 def interrupt(monkeypatch, after):
     """End the command when it has finished so many blocks."""
     saved = journal.DirectoryJournal.save
@@ -128,8 +134,7 @@ def test_an_interrupted_command_goes_on_to_the_same_bytes(tmp_path, monkeypatch,
     assert not out.exists()
     assert len([*(tmp_path / ".out.partial" / "stages").iterdir()]) == 1
     assert prune(source, out, *words, method=method) == 0
-    for file in (tmp_path / "whole").iterdir():
-        assert file.read_bytes() == (out / file.name).read_bytes(), file.name
+    require_equal_files(tmp_path / "whole", out)
     assert not (tmp_path / ".out.partial").exists()
 
 
@@ -303,7 +308,7 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path, capsys, case):
     assert text_of_error in lines[-1] and not any("Traceback" in line for line in lines)
     left = sorted(path.name for path in tmp_path.iterdir() if path.name not in ("cache", "new"))
     assert left == before
-    assert not any((tmp_path / "new").iterdir()) if (tmp_path / "new").exists() else True
+    assert [*tmp_path.glob("new/*"), *tmp_path.glob("new/.*")] == []
 
 
 @pytest.mark.parametrize("word", ["powr=0.5", "task.sequence_length=16", "seed=1"])
@@ -422,6 +427,5 @@ def test_a_command_killed_after_every_block_ends_with_the_same_bytes(tmp_path, m
         assert subprocess.run(command, timeout=120).returncode == -signal.SIGKILL
         assert not out.exists()
     assert prune(source, out, *words, method=method) == 0
-    for file in (tmp_path / "whole").iterdir():
-        assert file.read_bytes() == (out / file.name).read_bytes(), file.name
+    require_equal_files(tmp_path / "whole", out)
     assert not (tmp_path / ".out.partial").exists()

@@ -35,6 +35,10 @@ class RIA(ScoreMethod):
     summary = "relative importance · ‖X‖^a, channels permuted where that is free"
     paper = "ICLR 2024 (Zhang et al.)"
 
+    @property
+    def permutes(self) -> bool:
+        return self.options.permute
+
     def score(self, weight: Tensor, inputs: InputSums | None) -> Tensor:
         assert inputs is not None
         size = weight.abs().double()
