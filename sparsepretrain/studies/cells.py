@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -248,19 +249,22 @@ def grid(
     return sorted(cells, key=lambda cell: cell.seed)  # stable: table order within a seed
 
 
+def pruning_words(stage: Stage, run: str) -> list[str]:
+    """Return the words of ``prune`` after ``run``, the directory of the run."""
+    flags = {"method": stage.prune, "pattern": stage.pattern}
+    flags["out"] = str(Path(run, RunDirectory.pruned.name, stage.name))
+    words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+    options = [f"{key}={json.dumps(value)}" for key, value in stage.options.items()]
+    return [*words, *options, *stage.overrides]
+
+
 def stage_words(cell: Cell, stage: Stage) -> list[str]:
     """Return the words of ``finetune``, ``eval`` or ``prune`` after the directory of the run.
 
     Tracker, workers and processes are those of the cell, hyperparameters are not.
     """
     if stage.prune is not None:
-        words = ["--method", stage.prune, "--pattern", stage.pattern]
-        return [
-            *words,
-            "--out",
-            str(RunDirectory.of(cell.run).pruned / stage.name),
-            *stage.overrides,
-        ]
+        return pruning_words(stage, str(RunDirectory.of(cell.run).path))
     if stage.finetune is None:
         average = [f"average={stage.average}"] if stage.average > 1 else []
         return [f"split={stage.evaluate}", *average, *stage.overrides]

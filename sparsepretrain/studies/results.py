@@ -23,7 +23,14 @@ from sparsepretrain.errors import ConfigError, DataError, DivergedError, one_lin
 from sparsepretrain.files import parse_json, write_atomic, writer_tag
 from sparsepretrain.reports.runs import Curve, RunData, load
 from sparsepretrain.runs.directory import RunDirectory
-from sparsepretrain.studies.cells import Cell, Selection, cells, tuning_cells, word
+from sparsepretrain.studies.cells import (
+    Cell,
+    Selection,
+    cells,
+    pruning_words,
+    tuning_cells,
+    word,
+)
 from sparsepretrain.studies.matching import matched
 from sparsepretrain.studies.tables import Metric, Scale, Size, Stage, Table, cell_name, load_table
 from sparsepretrain.training.cost import run_cost
@@ -354,7 +361,8 @@ def pruned_results(directory: RunDirectory, step: int, stage: Stage) -> dict[str
     results = directory.pruning(step, stage.name) or {}
     settings = results.get("settings", {})
     same = (settings.get("method"), settings.get("pattern")) == (stage.prune, stage.pattern)
-    return results if results and same else None
+    same = same and stage.options.items() <= settings["options"].items()
+    return results if same else None
 
 
 def _pruned(cell: CellResult, stage: Stage, data: RunData | None, table: Table) -> CellResult:
@@ -364,9 +372,8 @@ def _pruned(cell: CellResult, stage: Stage, data: RunData | None, table: Table) 
         return result
     directory = RunDirectory(data.path)
     run = Path("runs", *data.path.parts[-3:])
-    out = run / directory.pruned.name / stage.name
-    words = ["--method", str(stage.prune), "--pattern", stage.pattern, "--out", str(out)]
-    result.command = shell_line(["sparsepretrain", "prune", str(run), *words, *stage.overrides])
+    words = pruning_words(stage, str(run))
+    result.command = shell_line(["sparsepretrain", "prune", str(run), *words])
     found = pruned_results(directory, cell.steps, stage)
     for name, metric in table.metrics.items():
         if found is None:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-
-import yaml
 
 from sparsepretrain import registry
 from sparsepretrain.config.compose import shell_line
 from sparsepretrain.config.schema import Run
 from sparsepretrain.config.strict import build
 from sparsepretrain.console import Console
-from sparsepretrain.errors import ConfigError, SparsePretrainError, reason
+from sparsepretrain.errors import ConfigError, SparsePretrainError
 from sparsepretrain.export import export_run
 from sparsepretrain.export.claims import read_pattern
 from sparsepretrain.export.prune import Request, prune_checkpoint
@@ -114,21 +112,14 @@ def _request(run: str, stage: Stage, out: Path, config_dirs: Sequence[Path]) -> 
         n, m = read_pattern(stage.pattern)
     except ValueError as error:
         raise ConfigError(f"pattern: {error}") from error
-    own = {f.name for f in fields(cls.Options)}
-    options = [word for word in stage.overrides if word.partition("=")[0] in own]
-    try:
-        values = {key: yaml.safe_load(text) for key, _, text in (w.partition("=") for w in options)}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{options}: expected YAML values: {reason(error)}") from error
-    others = [word for word in stage.overrides if word not in options]
-    if flags := [word for word in others if word.startswith("-")]:
-        raise ConfigError(f"{flags[0]}: expected KEY=VALUE of the data or the method")
+    if flags := [word for word in stage.overrides if word.startswith("-")]:
+        raise ConfigError(f"{flags[0]}: expected KEY=VALUE of the data")
     return Request(
         checkpoint=run,
         name=str(stage.prune),
-        method=cls(build(cls.Options, values), n, m),
+        method=cls(build(cls.Options, stage.options), n, m),
         out=out,
-        overrides=others,
+        overrides=stage.overrides,
         config_dirs=config_dirs,
     )
 
@@ -184,7 +175,11 @@ def commands(part: Part, cell: Cell, stage: Stage) -> list[tuple[str, ...]]:
     flags = [word for directory in part.config_dirs for word in ("--config-dir", str(directory))]
     if stage.finetune is not None and part.stop_after is not None:
         flags += ["--stop-after", str(part.stop_after)]
-    verb = "finetune" if stage.finetune else "prune" if stage.prune else "eval"
+    verb = "eval"
+    if stage.finetune is not None:
+        verb = "finetune"
+    elif stage.prune is not None:
+        verb = "prune"
     return [("sparsepretrain", verb, directory, *flags, *stage_words(cell, stage))]
 
 
@@ -196,7 +191,11 @@ def following(part: Part, cell: Cell, label: str, console: Console) -> Iterator[
         at = (directory, stage.name)
         shared = (f"{label}, {stage.name}", cell.run, part.stop_after, words, at)
         if stage.finetune is None:
-            kind = Harness if stage.lm_eval else Pruning if stage.prune else Evaluation
+            kind = Evaluation
+            if stage.lm_eval is not None:
+                kind = Harness
+            elif stage.prune is not None:
+                kind = Pruning
             yield kind(*shared, stage=stage, config_dirs=part.config_dirs)
             continue
         made = progress.StudyCell(*shared)

@@ -80,6 +80,8 @@ class Stage:
     """``--method`` of ``sparsepretrain prune RUN``."""
     pattern: str = "2:4"
     """prune: ``--pattern``."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """prune: options of the method, such as ``permute: false`` of ria."""
     row: str | None = None
     """prune: row of the table whose numbers are those of the pruned run; it is not trained."""
     overrides: list[str] = field(default_factory=list)
@@ -89,8 +91,9 @@ class Stage:
         if [self.finetune, self.evaluate, self.lm_eval, self.prune].count(None) != 3:
             text = f"or evaluate, lm_eval or prune: stage {self.name!r} must have exactly one"
             yield "finetune", text
-        if self.row is not None and self.prune is None:
-            yield "row", f"belongs to prune: stage {self.name!r} has none"
+        for key, value in (("row", self.row), ("options", self.options)):
+            if value and self.prune is None:
+                yield key, f"belongs to prune: stage {self.name!r} has none"
         if self.average > 1 and self.evaluate is None:
             yield "average", f"belongs to evaluate: stage {self.name!r} has none"
         if self.name == "train" or self.name != slug(self.name):

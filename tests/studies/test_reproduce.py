@@ -272,24 +272,26 @@ def test_a_stage_evaluates_an_average(tables, in_process, capsys):
 
 
 def test_rows_that_prune_the_runs_of_another_row(tables, in_process, capsys):
-    pruned = {"name": "wanda", "prune": "wanda", "row": "Wanda", "pattern": "1:4"}
-    metrics = {"loss": {"label": "loss", "key": "loss", "better": "lower", "stage": "wanda"}}
+    pruned = {"name": "ria", "prune": "ria", "row": "RIA", "pattern": "1:4"}
+    pruned["options"] = {"power": 1.0, "permute": False}
+    metrics = {"loss": {"label": "loss", "key": "loss", "better": "lower", "stage": "ria"}}
     tables.write(
-        rows={"dense": ["sparsity=dense"], "Wanda": []},
+        rows={"dense": ["sparsity=dense"], "RIA": []},
         nano={"stages": [pruned], "seeds": 1},
         metrics=metrics,
-        claims=[{"text": "pruning costs", "kind": "less", "of": ["dense", "Wanda"]}],
+        claims=[{"text": "pruning costs", "kind": "less", "of": ["dense", "RIA"]}],
     )
     assert tables("small", "--commands") == 0
     train, prune = (shlex.split(part) for part in capsys.readouterr().out.split(" && "))
+    assert prune[-2:] == ["power=1.0", "permute=false"]
     assert tables("small") == 0
-    assert "dense, seed 0, wanda: finished" in capsys.readouterr().out
+    assert "dense, seed 0, ria: finished" in capsys.readouterr().out
     (dense,) = map(RunDirectory, tables.runs())
-    results = dense.pruning(6, "wanda")["perplexity"]
+    results = dense.pruning(6, "ria")["perplexity"]
     overrides = [f"runs_dir={tables.tiny.root / 'runs'}"]
     found = collect("small", "nano", Selection(overrides=overrides, config_dirs=[tables.root]))
     values = {cell.row: cell.metrics["loss"] for cell in found.cells}
-    expected = {"dense": "before", "Wanda": "after"}
+    expected = {"dense": "before", "RIA": "after"}
     assert values == {row: results[when][0]["loss"] for row, when in expected.items()}
     # the shell line finds everything finished
     assert cli.main(train[1:]) == 0 and cli.main(prune[1:]) == 0
@@ -299,7 +301,7 @@ def test_rows_that_prune_the_runs_of_another_row(tables, in_process, capsys):
     assert cli.main(["report", "small", *overrides, "--config-dir", str(tables.root)]) == 0
     page = Path("results/tables/small.md")
     files = [page] if page.is_file() else [*tables.tiny.root.rglob("small.md")]
-    assert "| Wanda |" in files[0].read_text()
+    assert "| RIA |" in files[0].read_text()
 
 
 def test_impossible_stages_are_refused_before_training(tables, capsys):
@@ -317,6 +319,7 @@ def test_impossible_stages_are_refused_before_training(tables, capsys):
         ({"name": "x", "finetune": "masked_lm"}, "x: task masked_lm does not work with model="),
         ({"name": "x", "prune": "wand"}, "x: unknown pruning 'wand' (did you mean 'wanda'?)"),
         ({"name": "x", "prune": "wanda", "pattern": "2-4"}, "x: pattern: expected N:M"),
+        ({"name": "x", "prune": "ria", "options": {"powr": 1}}, "x: unknown key 'powr'"),
     ):
         tables.write(nano={"stages": [stage]})
         assert tables("small", "--only", "dense") == 2
