@@ -3,7 +3,8 @@
 A merged LoRA gives W + ΔW with ΔW = s·L·R, which is dense, and projecting it again gives another
 function. Here ΔW is masked like the layer, in the forward too: Y = X·(M∘W)ᵀ + X·(M∘ΔW)ᵀ. Merging
 then gives M∘(W + ΔW), which is N:M and computes the same (SparsePEFT of SQFT, arXiv:2410.03750).
-The forward of an adapter costs one more dense matmul of the layer's size.
+Each forward of an adapter computes L·R, projects the weight once more for its mask, and has one
+dense matmul of the layer's size.
 """
 
 from __future__ import annotations

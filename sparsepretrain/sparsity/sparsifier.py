@@ -269,13 +269,8 @@ class Sparsifier:
                 missing or has another shape, or a group keeps more than N.
         """
         self._require_sparse()
-        method = self.method
-        if not method.keeps_zeros:
-            raise ConfigError(
-                f"{method.options.name} has no mask that is fixed from the start: use asp with "
-                "at=0, or slope with mask=magnitude, and no window.start"
-            )
-        n, m = method.pattern
+        self.require_fixed_masks()
+        n, m = self.method.pattern
         full = []
         for name, layer in self.layers.items():
             shape = tuple(layer.weight.shape)
@@ -296,6 +291,14 @@ class Sparsifier:
             layer.operands.note_source(layer.weight)
         self._state.baseline_due = True
         self.refresh()
+
+    def require_fixed_masks(self) -> None:
+        """Raise ConfigError unless the method keeps its first masks for good."""
+        if not self.method.keeps_zeros:
+            raise ConfigError(
+                f"{self.method.options.name} has no mask that is fixed from the start: use asp "
+                "with at=0, or slope with mask=magnitude, and no window.start"
+            )
 
     def detach(self) -> None:
         """Remove the hooks of :meth:`attach`; the layers stay sparse.

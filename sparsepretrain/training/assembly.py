@@ -113,9 +113,10 @@ def build_session(
     if chooses:
         keep_fixed_masks(run, sparsifier, calibrated)
         del calibrated
-    chosen = initial and draws and run.init.mask == "magnitude"
-    if chosen and (note := zeros_note(model, sparsifier)):
-        console.info(note)
+    if initial and draws and run.init.mask == "magnitude":
+        note = zeros_note(model, sparsifier)
+        if note:
+            console.info(note)
     if sharded:
         from sparsepretrain.training.shards import shard
 

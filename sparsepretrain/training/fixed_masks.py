@@ -106,17 +106,22 @@ def require_fixed_mask(run: Run, sparsifier: Sparsifier, *, sharded: bool) -> No
         ConfigError: the method has no fixed mask; Wanda for another task or a sharded model.
     """
     rule = run.init.mask
-    problem = ""
-    if rule != "magnitude" and not sparsifier.method.keeps_zeros:
-        problem = f"{run.sparsity.name} has no mask that is fixed from the start: use asp with "
-        problem += "at=0, or slope with mask=magnitude, and no window.start"
-    elif rule == "wanda" and run.task.name != "causal_lm":
-        problem = f"Wanda is for causal language models, not for task={run.task.name}"
-    elif rule == "wanda" and sharded:
-        problem = "one rank would calibrate while the others wait: run prune first, and give its "
-        problem += "directory as init.mask"
-    if problem:
-        raise ConfigError([("init.mask", f"={rule}: {problem}")])
+    if rule == "magnitude":
+        return
+    problems = []
+    try:
+        sparsifier.require_fixed_masks()
+    except ConfigError as error:
+        problems += error.messages
+    if rule == "wanda" and run.task.name != "causal_lm":
+        problems.append(f"Wanda is for causal language models, not for task={run.task.name}")
+    if rule == "wanda" and sharded:
+        problems.append(
+            "one rank would calibrate while the others wait: run prune first, and give its "
+            "directory as init.mask"
+        )
+    if problems:
+        raise ConfigError([("init.mask", f"={rule}: {text}") for text in problems])
 
 
 def keep_fixed_masks(run: Run, sparsifier: Sparsifier, wanda: dict[str, Tensor]) -> None:
