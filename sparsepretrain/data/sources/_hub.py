@@ -97,7 +97,9 @@ class HubSource(Source):
 
 def _by_split(files: Any) -> dict[str, list[str]]:
     """Return split -> files; a list is the train split."""
-    return files if isinstance(files, dict) else {TRAIN: files} if files else {}
+    if isinstance(files, dict):
+        return files
+    return {TRAIN: files} if files else {}
 
 
 def _pattern(entry: str) -> str:
