@@ -105,7 +105,7 @@ class Study(Progress):
             self._fail(cell, error.exit_code, f"{error.label}: {error}", note=False)
             return
         cell.state = "running"
-        self._say(cell, f"{left}, {cell.end} steps; prints to {log}")
+        self._say(cell, f"{left}, {cell.extent}; prints to {log}")
         self._show()
         environment = dict(os.environ)
         self._used[cell] = devices

@@ -95,6 +95,11 @@ class StudyCell:
         return "to run"
 
     @property
+    def extent(self) -> str:
+        """Length of the work in words."""
+        return f"{self.end} steps"
+
+    @property
     def devices(self) -> int:
         """Number of GPUs, one without ``parallel.nproc``; 0 on the CPU."""
         return 0 if self.run.parallel.device == "cpu" else self.run.nproc

@@ -53,6 +53,11 @@ class Evaluation(progress.StudyCell):
         self.look()
         return "finished" if self.line.get("done") else "to run"
 
+    @property
+    def extent(self) -> str:
+        """Step of the model: the stage itself takes none."""
+        return f"after {self.end} steps"
+
     def look(self) -> None:
         """Read the line of the evaluation."""
         stage = self.stage

@@ -285,7 +285,9 @@ def test_rows_that_prune_the_runs_of_another_row(tables, in_process, capsys):
     train, prune = (shlex.split(part) for part in capsys.readouterr().out.split(" && "))
     assert prune[-2:] == ["power=1.0", "permute=false"]
     assert tables("small") == 0
-    assert "dense, seed 0, ria: finished" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "dense, seed 0, ria: to run, after 6 steps; prints to" in out
+    assert "dense, seed 0, ria: finished" in out
     (dense,) = map(RunDirectory, tables.runs())
     results = dense.pruning(6, "ria")["perplexity"]
     overrides = [f"runs_dir={tables.tiny.root / 'runs'}"]
@@ -372,6 +374,7 @@ def test_interrupted_and_continued_from_the_shell(tables, verb, within):
 TUNE = {"seeds": [5], "grid": ["optim.lr=1e-3,1e-2,1e30"], "rows": {"γ = 0.2": ["clip=0.5"]}}
 
 
+@pytest.mark.slow
 def test_the_best_setting_of_each_row_is_run_with_the_seeds_of_the_table(
     tables, in_process, capsys
 ):
