@@ -45,6 +45,7 @@ def about(directory: Path) -> dict:
     return json.loads((directory / "sparsity.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_default_run_generates_with_transformers_alone(tmp_path):
     run = write_run(tmp_path, "gpt2")
     directory, told = export(run)

@@ -55,7 +55,7 @@ def test_sizes_have_the_published_parameters(size, width, inner, layers, million
 
 @pytest.mark.parametrize("method", sp.list_methods())
 def test_every_method_fits_every_size(method):
-    for size in ("60m", "130m", "350m"):
+    for size in ("60m", "350m"):  # widths that need padding, and others
         check(config.load([f"model=llama_{size}", f"sparsity={method}"]))
 
 

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from support import TESTS
 
 
@@ -14,6 +16,7 @@ def run_pytest(checkout: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_file_left_in_the_checkout_fails_the_session(tmp_path):
     shutil.copytree(TESTS / "support", tmp_path / "tests/support")
     shutil.copy(TESTS / "conftest.py", tmp_path / "tests")

@@ -67,8 +67,8 @@ def decided(words, ranks=1):
         ("steps=100000", "blocks"),
         ("model=gpt2_124m", "blocks"),
         ("model=gpt2_124m steps=1", "none"),
-        ("model=llama_1b", "blocks"),
-        ("model=llama_1b steps=1", "none"),
+        pytest.param("model=llama_1b", "blocks", marks=pytest.mark.slow),
+        pytest.param("model=llama_1b steps=1", "none", marks=pytest.mark.slow),
     ],
 )
 def test_auto_compiles_only_runs_that_take_minutes_on_a_gpu(words, mode):
@@ -110,7 +110,7 @@ def test_a_session_traces_once_and_a_resumed_one_decides_the_same(tiny, monkeypa
     assert len(traces) == 2 and decisions[0] == decisions[1] > 0
 
 
-@pytest.mark.parametrize("model", ["gpt2_nano", "bert_nano"])
+@pytest.mark.parametrize("model", ["gpt2_nano", pytest.param("bert_nano", marks=pytest.mark.slow)])
 def test_training_with_a_compiled_loss_gives_the_same_losses(tiny, monkeypatch, model):
     losses = []
     for compiles in (False, True):
@@ -149,7 +149,9 @@ def test_blocks_are_the_repeated_layers(model, kinds):
     ("method", "phases"),
     [
         pytest.param("sste", 1, id="sste: the backward draws"),
-        pytest.param("sste sparsity.mvue=weight", 1, id="sste: the projection draws"),
+        pytest.param(
+            "sste sparsity.mvue=weight", 1, id="sste: the projection draws", marks=pytest.mark.slow
+        ),
         pytest.param("tsrste sparsity.mvue=none", 2, id="tsrste: ends with a dense phase"),
     ],
 )

@@ -101,7 +101,14 @@ def test_earlier_checkpoint_is_evaluated(tiny, trained):
     assert (trained / "eval.jsonl").is_file()
 
 
-@pytest.mark.parametrize("method", ["sste", "srste", "asp", "tsrste", "slope"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "sste",
+        "slope",
+        *(pytest.param(m, marks=pytest.mark.slow) for m in ("srste", "asp", "tsrste")),
+    ],
+)
 def test_average_projects_the_mean_of_the_stored_weights(tiny, method):
     words = [f"sparsity={method}", "checkpoint.keep_last=3", "optim.lr=0.01"]
     words += {"asp": ["sparsity.at=0.8"], "slope": ["sparsity.adapters.rank=4"]}.get(method, [])

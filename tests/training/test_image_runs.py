@@ -49,8 +49,14 @@ def test_every_method_trains(train, model, method):
     ("model", "overrides"),
     [
         ("vit", ("model.drop_path=0.3", "task.mixup=0.8", "task.cutmix=1.0", "batch.micro=4")),
-        ("vit", ("workers=1", "optim=lion", "sparsity=tsrste", "sparsity.refresh=2")),
-        ("resnet", ("sparsity=srste", "optim=sgd", "batch.micro=4")),
+        pytest.param(
+            "vit",
+            ("workers=1", "optim=lion", "sparsity=tsrste", "sparsity.refresh=2"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "resnet", ("sparsity=srste", "optim=sgd", "batch.micro=4"), marks=pytest.mark.slow
+        ),
         ("resnet", ("workers=1", "model.drop_path=0.2", "task.mixup=0.2")),
     ],
     ids=["vit", "vit-worker-lion", "resnet", "resnet-worker"],

@@ -72,8 +72,18 @@ def test_a_run_without_2_4_matmuls_names_the_reason(overrides, reason):
     ("model", "least", "padding"),
     [
         ("llama_60m", 1.14, "fprop of 16 layers: 1376 × 512 to 1408 × 512 (+2.3% work)"),
-        ("llama_350m", 1.23, "fprop of 48 layers: 2736 × 1024 to 2752 × 1024 (+0.6% work)"),
-        ("llama_1b", 1.25, "fprop of 48 layers: 5464 × 2048 to 5504 × 2048 (+0.7% work)"),
+        pytest.param(
+            "llama_350m",
+            1.23,
+            "fprop of 48 layers: 2736 × 1024 to 2752 × 1024 (+0.6% work)",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "llama_1b",
+            1.25,
+            "fprop of 48 layers: 5464 × 2048 to 5504 × 2048 (+0.7% work)",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_widths_of_llama_are_padded_and_both_matmuls_of_sste_are_sparse(model, least, padding):

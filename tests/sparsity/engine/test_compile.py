@@ -33,9 +33,13 @@ def fresh_dynamo():
     ("method", "options", "net"),
     [
         *((*case, Net) for case in CASES),
-        ("tsrste", {"mvue": "none"}, ConvNet),
-        *((name, {}, ConvNet) for name in ("srste", "sdgp", "bimask", "slope")),
+        ("srste", {}, ConvNet),
         *(pytest.param(*case, Net, marks=pytest.mark.slow) for case in OPTIONS),
+        pytest.param("tsrste", {"mvue": "none"}, ConvNet, marks=pytest.mark.slow),
+        *(
+            pytest.param(name, {}, ConvNet, marks=pytest.mark.slow)
+            for name in ("sdgp", "bimask", "slope")
+        ),
     ],
 )
 def test_compiled_block_is_one_graph_and_equals_eager(method, options, net):

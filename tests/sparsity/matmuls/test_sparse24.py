@@ -351,7 +351,10 @@ def test_a_type_that_fails_the_start_up_test_is_never_tried(name, monkeypatch):
     assert layer.emulated == dict.fromkeys(("fprop", "wgrad"), "fp16 breaks this device")
 
 
-@pytest.mark.parametrize("method", ["sste", "tsrste", "slope", "sdgp"])
+@pytest.mark.parametrize(
+    "method",
+    ["sste", *(pytest.param(m, marks=pytest.mark.slow) for m in ("tsrste", "slope", "sdgp"))],
+)
 def test_a_compiled_layer_with_packed_operands_is_one_graph(method):
     """The matmuls are chosen before; dynamo of torch 2.11 cannot trace how they are built."""
     model = Layer()

@@ -25,7 +25,7 @@ SHELL = [b for f in DOCUMENTS if f.parent.name != "tables" for b in blocks(f, "s
 HOSTS = ROOT / "docs/hosts.md"
 PYTHON = [b for f in DOCUMENTS if f != HOSTS for b in blocks(f, "python")]
 RUN = ("train", "eval", "prepare", "methods", "configs", "report")
-"""Verbs to run; for other verbs only arguments are checked."""
+"""Verbs to run; the arguments of all are checked."""
 PROGRAMS = (
     "sparsepretrain",
     "make",
@@ -75,21 +75,36 @@ def test_fragments_for_hosts_are_lines_of_their_scripts():
 
 
 @pytest.mark.parametrize("block", SHELL, ids=lambda b: b.name)
-def test_commands_run(block, tiny, tmp_path, monkeypatch, capsys):
-    # takes seconds; tested elsewhere
-    monkeypatch.setattr(training_verb, "illustrate", lambda directory: None)
-    monkeypatch.setattr(fp8, "no_fp8_matmuls", lambda device: "")  # torch emulates them
+def test_commands_are_accepted(block, tmp_path):
     for program, *argv in commands(block.body, tmp_path):
         if program == "sparsepretrain":
-            run(argv, tiny)
+            accept(argv)
         elif program == "make":
             assert re.search(rf"^{argv[0]}:", (ROOT / "Makefile").read_text(), re.M), argv
         elif program == "python":
             assert (ROOT / argv[0]).is_file(), argv
 
 
-def run(argv: list[str], tiny) -> None:
-    """Check a command as written; run it on a tiny model if it trains or downloads."""
+# the first page that a newcomer types after every change; all others in make test-slow
+RUNNING = [
+    b if b.name.startswith("README") else pytest.param(b, marks=pytest.mark.slow)
+    for b in SHELL
+    if re.search(rf"^sparsepretrain ({'|'.join(RUN)})\b", b.body, re.M)
+]
+
+
+@pytest.mark.parametrize("block", RUNNING, ids=lambda b: b.name)
+def test_commands_run(block, tiny, tmp_path, monkeypatch, capsys):
+    # takes seconds; tested elsewhere
+    monkeypatch.setattr(training_verb, "illustrate", lambda directory: None)
+    monkeypatch.setattr(fp8, "no_fp8_matmuls", lambda device: "")  # torch emulates them
+    for program, *argv in commands(block.body, tmp_path):
+        if program == "sparsepretrain" and argv[0] in RUN:
+            run(argv, tiny)
+
+
+def accept(argv: list[str]) -> None:
+    """Check the arguments of a command as written."""
     verb, *words = argv
     arguments = parser(verb).read(words)
     if verb == "prepare":
@@ -104,23 +119,28 @@ def run(argv: list[str], tiny) -> None:
         options = registry.get("pruning", arguments.method).Options
         read_settings(options, arguments.overrides, others=overrides)
         config.load(["model=pretrained", "model.path=x", *overrides], arguments.config_dir)
-        return
     elif verb == "finetune":
         recipe = derive.with_recipe(arguments.overrides, arguments.config_dir)
         config.load([*recipe, "model=pretrained", "model.path=x"], arguments.config_dir)
     elif verb == "train" and arguments.multirun:
         found = multirun.read_command(arguments.overrides, arguments.config_dir)
         assert found.part is None or found.part.cells
-        return
     elif hasattr(arguments, "overrides"):
         overrides = [word for word in arguments.overrides if not word.startswith("match=")]
         if verb == "reproduce" and not arguments.list:
             assert tables.load_table(arguments.table).match or overrides == arguments.overrides
         config.load(overrides, arguments.config_dir)
-    if verb not in RUN:
+    elif verb == "report" and not any("/" in word for word in words):
+        tables.load_table(words[0])
+
+
+def run(argv: list[str], tiny) -> None:
+    """Run a command on a tiny model; no training of minutes, and no page of such runs."""
+    verb, *words = argv
+    arguments = parser(verb).read(words)
+    if verb == "train" and arguments.multirun:
         return
     if verb == "report" and not any("/" in word for word in words):
-        tables.load_table(words[0])  # the runs take minutes
         return
     if verb == "report":
         argv = [found for word in argv for found in glob.glob(word) or [word]]
@@ -168,6 +188,6 @@ def test_a_shell_block_is_read_as_bash_reads_it(tmp_path):
     assert train == ["sparsepretrain", "train", "a=1", 'b=["*.c"]'] and make == ["make", "train"]
 
 
-def test_a_wrong_key_in_a_command_is_found(tiny, capsys):
+def test_a_wrong_key_in_a_command_is_found():
     with pytest.raises(ConfigError, match="gama"):
-        run(["train", "sparsity=sste", "sparsity.gama=0.2"], tiny)
+        accept(["train", "sparsity=sste", "sparsity.gama=0.2"])

@@ -32,7 +32,12 @@ def show(*overrides):
     [
         (("model=bert_base",), "109,514,298 (109.5M)", "sste 2:4: 24 layers, 56,623,104 of"),
         (("experiment=half", GATED), "91,278,337", "dense: 32 layers, 28,311,552 of"),
-        (("experiment=step_wikitext103",), "124,373,760", "step 2:4: 24 layers"),
+        pytest.param(
+            ("experiment=step_wikitext103",),
+            "124,373,760",
+            "step 2:4: 24 layers",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_dry_runs_print_parameters_and_sparse_layers(overrides, parameters, layers):

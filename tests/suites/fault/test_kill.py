@@ -82,6 +82,7 @@ def test_kill_9_in_the_middle(forks, tiny, method, record_property, uninterrupte
     assert_same_run(expected, tiny.directory(*overrides))
 
 
+@pytest.mark.fault
 def test_signals_save_and_continue(forks, tiny, uninterrupted_run):
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
         words = (*LONG, "runs_dir=" + str(tiny.root / f"stopped{code}"))
