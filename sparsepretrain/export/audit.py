@@ -16,16 +16,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from sparsepretrain.console import Console
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.export.claims import CONFIG, Claim, read_claims
+from sparsepretrain.export.loading import as_loaded, model_of, not_loaded
 from sparsepretrain.export.perplexity import perplexities, read_tokens
 from sparsepretrain.export.weight_files import ModelWeights, Stored, WeightFiles, Weights
 from sparsepretrain.export.zero_counts import TINY, ZeroCounts, count_zeros
-from sparsepretrain.models.pretrained import quiet
 from sparsepretrain.runs import weights as weights_of_runs
 from sparsepretrain.runs.checkpoint import MANIFEST
 from sparsepretrain.runs.directory import RunDirectory
@@ -38,6 +37,10 @@ COMPRESSED = ("compressed", "bitmask", "weight_packed", "weight_shape", "row_off
 MASKS = ("mask", "weight_mask", "mma_mask")
 """Ends of names of masks beside a weight (torch.nn.utils.prune, ASP)."""
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
+WRAPPERS = re.compile(
+    r"^(module\.)+|_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\."
+)
+"""Parts that DataParallel, torch.compile, FSDP1 and checkpointing add to names of weights."""
 BLOCK = re.compile(r"(^|\.)\d+\.")
 """Layers of repeated blocks have the number of the block in their names."""
 
@@ -144,7 +147,7 @@ def audit(
         claims = read_claims(path) if is_directory else []
         weights: Weights = files
         if model is not None and _are_renamed(files, model, claims, layers):
-            weights = _as_loaded(path) or files
+            weights = as_loaded(path) or files
         renamed = weights is not files
         result = audit_weights(
             weights,
@@ -159,6 +162,8 @@ def audit(
             result.findings += _of_storage(files)
             text = "transformers renames weights of this model: they are audited as it loads them"
             result.findings.append(Finding("renamed", str(path), text, is_note=True))
+        elif model is not None:
+            result.findings += _of_loading(path, files, _places(model), _prefix(model), claims)
     if is_directory and model is None and (path / CONFIG).exists():
         text = "describes no model of transformers: weights are taken for those of nn.Linear"
         result.findings.append(Finding("unknown_model", CONFIG, text, is_note=True))
@@ -169,54 +174,6 @@ def audit(
     return result
 
 
-def model_of(directory: Path) -> nn.Module | None:
-    """Return the model of config.json without weights; None: there is none that is known here."""
-    import transformers
-
-    with contextlib.suppress(Exception), quiet(str(directory)), torch.device("meta"):
-        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        names = config.architectures or ()
-        cls: Any = next((getattr(transformers, n) for n in names if hasattr(transformers, n)), None)
-        if cls is not None:
-            return cls(config)
-        return transformers.AutoModel.from_config(config)
-    return None
-
-
-def _are_renamed(
-    files: WeightFiles, model: nn.Module, claims: Sequence[Claim], globs: Sequence[str]
-) -> bool:
-    """Return True if a layer that is asked for has another name in the files.
-
-    transformers renames, splits and joins weights of some families when it reads and writes them
-    (NomicBERT, experts of Mixtral).
-    """
-    named = {name for claim in claims for name in claim.layers or ()}
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    for tensor, place in _places(model).items():
-        layer = place.layer
-        if layer in named or any(layer == g or fnmatchcase(f".{layer}", g) for g in globs):
-            names = (tensor, f"{prefix}{tensor}", tensor.removeprefix(prefix))
-            if not any(name in files.stored for name in names):
-                return True
-    return False
-
-
-def _as_loaded(directory: Path) -> ModelWeights | None:
-    """Return the weights as transformers loads them; None: it leaves some out, or makes some."""
-    import transformers
-
-    with contextlib.suppress(Exception), quiet(str(directory)):
-        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        (name, *_) = config.architectures
-        model, info = getattr(transformers, name).from_pretrained(
-            directory, dtype="auto", output_loading_info=True
-        )
-        if not any(info[key] for key in ("missing_keys", "mismatched_keys", "unexpected_keys")):
-            return ModelWeights({k: p.detach() for k, p in model.named_parameters()})
-    return None
-
-
 @dataclass(frozen=True)
 class _Place:
     """Layer of a tensor."""
@@ -224,6 +181,8 @@ class _Place:
     layer: str
     kind: str
     axes: tuple[int, ...]
+    shape: tuple[int, ...] = ()
+    """Of the weight of the model of config.json; (): unknown."""
     is_embedding: bool = False
 
 
@@ -234,25 +193,43 @@ def _places(model: nn.Module) -> dict[str, _Place]:
     for name, module in model.named_modules():
         kind = type(module).__name__
         if name in census.embeddings:
-            places[f"{name}.weight"] = _Place(name, kind, (1, 0), is_embedding=True)
+            shape = tuple(module.weight.shape)
+            places[f"{name}.weight"] = _Place(name, kind, (1, 0), shape, is_embedding=True)
         elif name in census.linears:
             axis = replacement_of(module).in_dim
-            places[f"{name}.weight"] = _Place(name, kind, (axis, 1 - axis))
+            shape = tuple(module.weight.shape)
+            places[f"{name}.weight"] = _Place(name, kind, (axis, 1 - axis), shape)
         else:
             for key, weight in dense_weights(module).items():
                 tensor = f"{name}.{key}" if name else key
-                places[tensor] = _of_other(tensor, module, weight.dim())
+                places[tensor] = _of_other(tensor, module, tuple(weight.shape))
     return places
 
 
-def _of_other(tensor: str, module: nn.Module, dimensions: int) -> _Place:
+def _of_other(tensor: str, module: nn.Module, shape: tuple[int, ...]) -> _Place:
     """Return the place of a weight that is a Parameter of a module of another class."""
     kind = type(module).__name__
-    if dimensions == 3 and not isinstance(module, nn.Conv1d):
+    if len(shape) == 3 and not isinstance(module, nn.Conv1d):
         # (experts, out, in), or (experts, in, out) as in GPT-OSS and Llama 4
         is_transposed = getattr(module, "is_transposed", False)
-        return _Place(tensor, f"bank of {kind}", (1, 2) if is_transposed else (2, 1))
-    return _Place(tensor, kind, (1, 0))
+        return _Place(tensor, f"bank of {kind}", (1, 2) if is_transposed else (2, 1), shape)
+    return _Place(tensor, kind, (1, 0), shape)
+
+
+def _prefix(model: nn.Module) -> str:
+    """Return the name of the model without its head within ``model``; "": there is none."""
+    return str(getattr(model, "base_model_prefix", ""))
+
+
+def _spellings(name: str, prefix: str) -> list[str]:
+    """Return the names that a tensor of a file may have in the model."""
+    names = [name]
+    if (unwrapped := WRAPPERS.sub("", name)) != name:
+        names.append(unwrapped)
+    if prefix:  # files of a model without its head leave the prefix out
+        names += [f"{prefix}.{each}" for each in names]
+        names += [each.removeprefix(f"{prefix}.") for each in names]
+    return names
 
 
 def _place_of(
@@ -261,10 +238,7 @@ def _place_of(
     """Return the layer of a tensor of a file; None: it is no weight of a matmul."""
     if len(stored.shape) < 2 or not stored.is_plain:
         return None
-    names = [name]
-    if prefix:  # files of a model without its head leave the prefix out
-        names += [f"{prefix}.{name}", name.removeprefix(f"{prefix}.")]
-    for each in names:
+    for each in _spellings(name, prefix):
         if each in places:
             return places[each]
     if places and not name.endswith("weight") and len(stored.shape) != 3:
@@ -289,7 +263,7 @@ def audit_weights(
     """Do the work of :func:`audit` on tensors by name."""
     result = Audit(path, require, claims=[*claims])
     places = {} if model is None else _places(model)
-    prefix = str(getattr(model, "base_model_prefix", ""))
+    prefix = "" if model is None else _prefix(model)
     found = {n: _place_of(n, s, places, prefix) for n, s in weights.stored.items()}
     kept = {name: place for name, place in found.items() if place is not None}
     sizes = {m for _, m in [*([require] if require else ()), *_patterns(claims)]}
@@ -452,6 +426,65 @@ def _of_storage(weights: Weights) -> Iterator[Finding]:
         elif last.endswith("weight") and len(shape) > 1 and not stored.is_plain:
             text = f"{stored.dtype} are codes, whose zeros are not counted: dequantize the model"
             yield Finding("quantized", name, text)
+
+
+def _are_renamed(
+    files: WeightFiles, model: nn.Module, claims: Sequence[Claim], globs: Sequence[str]
+) -> bool:
+    """Return True if a layer that is asked for has another name in the files.
+
+    transformers renames, splits and joins weights of some families when it reads and writes them
+    (NomicBERT, experts of Mixtral).
+    """
+    named = {name for claim in claims for name in claim.layers or ()}
+    prefix = f"{_prefix(model)}."
+    for tensor, place in _places(model).items():
+        layer = place.layer
+        if layer in named or any(layer == g or fnmatchcase(f".{layer}", g) for g in globs):
+            names = (tensor, f"{prefix}{tensor}", tensor.removeprefix(prefix))
+            if not any(name in files.stored for name in names):
+                return True
+    return False
+
+
+def _of_loading(
+    directory: Path,
+    files: WeightFiles,
+    places: Mapping[str, _Place],
+    prefix: str,
+    claims: Sequence[Claim],
+) -> Iterator[Finding]:
+    """Yield layers of config.json that transformers would not find, and draw at random."""
+    layers = {name: place.layer for name, place in places.items() if not place.is_embedding}
+    shapes = {
+        each: stored.shape
+        for name, stored in files.stored.items()
+        for each in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
+    }
+    if all(shapes.get(name) == places[name].shape for name in layers):
+        return
+    missing, others = not_loaded(directory)
+    # their zeros are not stored, or stored as codes, which is said elsewhere
+    kept = [name for name in missing if name in layers]
+    kept = [k for k in kept if not any(n.startswith(f"{layers[k]}.") for n in files.stored)]
+    if kept and len(kept) == len(layers):
+        first = next(iter(files.stored), directory.name)
+        text = f"transformers finds none of the {len(kept)} layers of config.json in the files"
+        if wrapper := WRAPPERS.search(first):
+            text += f", whose names have {wrapper[0]!r}: save the model inside of the wrapper"
+        yield Finding("missing_layer", first, text)
+        return
+    claimed = {name for claim in claims for name in claim.layers or ()}
+    for name in kept:
+        if layers[name] not in claimed:  # said by the claim
+            text = "config.json has it, the files do not: transformers would draw it at random"
+            # heads of another task are often left out
+            is_note = BLOCK.search(name) is None
+            yield Finding("missing_layer", layers[name], text, is_note=is_note)
+    for name, (stored, own) in others.items():
+        if name in layers:
+            text = f"has the shape {stored}, and the model of config.json has {own}"
+            yield Finding("shape", layers[name], text)
 
 
 def _against(claim: Claim, result: Audit) -> Iterator[Finding]:

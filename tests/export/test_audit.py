@@ -174,7 +174,25 @@ def odd_width(directory):
     edit(directory, lambda t: t.update({f"{DOWN}.weight": t[f"{DOWN}.weight"][:, :-2]}))
 
 
+def layer_left_out(directory):
+    edit(directory, lambda t: t.pop(f"{DOWN}.weight"))
+    layers = json.loads((directory / "sparsity.json").read_text())["layers"]
+    says(directory, layers=[name for name in layers if name != DOWN])
+
+
+def layer_without_values(directory):
+    """As ZeRO-3 and FSDP1 leave layers whose parts were not gathered."""
+    edit(directory, lambda t: t.update({f"{DOWN}.weight": torch.empty(0)}))
+
+
+def flat_layer(directory):
+    edit(directory, lambda t: t.update({f"{DOWN}.weight": t[f"{DOWN}.weight"].flatten()}))
+
+
 PLANTED = {
+    layer_left_out: ("missing_layer", DOWN, True),
+    layer_without_values: ("shape", DOWN, True),
+    flat_layer: ("shape", DOWN, True),
     one_dense_group: ("too_dense", DOWN, True),
     one_empty_group: ("too_sparse", DOWN, False),
     other_axis: ("wrong_axis", DOWN, True),
@@ -417,6 +435,48 @@ def test_memory_stays_small_on_a_large_checkpoint(tmp_path):
     """
     words = ["audit", str(tmp_path), "--out", str(tmp_path / "page")]
     assert subprocess.run([sys.executable, "-c", code, *words]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "wrapper",
+    ["module.", "_orig_mod.", "module._orig_mod.", "_fsdp_wrapped_module."],
+)
+def test_weights_under_names_that_no_loader_finds_fail(tmp_path, wrapper):
+    """They are judged by the axes of the layers that they are of, all the same."""
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(small_config("gpt2"))
+    sp.sparsify(model, "ste", targets=["*.mlp.*"])
+    sp.save_pretrained(model, tmp_path)
+    assert not audit(tmp_path, require=(2, 4)).fails
+    (tmp_path / "sparsity.json").unlink()
+    for inner in (False, True):
+        inside = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+        state = (inside.transformer if inner else inside).state_dict()
+        state = {wrapper + k: v.contiguous() for k, v in state.items() if "lm_head" not in k}
+        directory = tmp_path / f"renamed{inner}"
+        shutil.copytree(tmp_path, directory, ignore=shutil.ignore_patterns("renamed*"))
+        save_file(state, directory / FILE, {"format": "pt"})
+        found = audit(directory, require=(2, 4), layers=["*mlp*"])
+        assert found.fails and {f.kind for f in found.findings} == {"missing_layer"}
+
+
+@pytest.mark.parametrize("has_accelerate", [True, False])
+def test_a_head_that_is_left_out_is_a_note(tmp_path, monkeypatch, has_accelerate):
+    if not has_accelerate:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    torch.manual_seed(0)
+    model = transformers.GPT2Model(small_config("gpt2"))
+    sp.sparsify(model, "ste", targets=["*.mlp.*"])
+    sp.save_pretrained(model, tmp_path)
+    (tmp_path / "sparsity.json").unlink()  # it has the names of the model without a head
+    facts = json.loads((tmp_path / "config.json").read_text())
+    facts["architectures"] = ["GPT2ForSequenceClassification"]
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    found = audit(tmp_path, require=(2, 4), layers=["*mlp*"])
+    assert [(f.kind, f.where, f.is_note) for f in found.findings] == [
+        ("missing_layer", "score", True)
+    ]
+    assert not found.fails
 
 
 def test_weights_that_transformers_renames_are_audited_as_loaded(tmp_path):
