@@ -25,6 +25,7 @@ from sparsepretrain.export.loading import as_loaded, model_of, not_loaded
 from sparsepretrain.export.perplexity import perplexities, read_tokens
 from sparsepretrain.export.weight_files import ModelWeights, Stored, WeightFiles, Weights
 from sparsepretrain.export.zero_counts import TINY, ZeroCounts, count_zeros
+from sparsepretrain.models.pretrained import WRAPPERS
 from sparsepretrain.runs import weights as weights_of_runs
 from sparsepretrain.runs.checkpoint import MANIFEST
 from sparsepretrain.runs.directory import RunDirectory
@@ -37,10 +38,6 @@ COMPRESSED = ("compressed", "bitmask", "weight_packed", "weight_shape", "row_off
 MASKS = ("mask", "weight_mask", "mma_mask")
 """Ends of names of masks beside a weight (torch.nn.utils.prune, ASP)."""
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
-WRAPPERS = re.compile(
-    r"^(module\.)+|_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\."
-)
-"""Parts that DataParallel, torch.compile, FSDP1 and checkpointing add to names of weights."""
 BLOCK = re.compile(r"(^|\.)\d+\.")
 """Layers of repeated blocks have the number of the block in their names."""
 

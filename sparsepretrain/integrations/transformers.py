@@ -6,12 +6,16 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from sparsepretrain.errors import SparsePretrainWarning
+from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.export.library import save_pretrained
 from sparsepretrain.integrations._attaching import reattach
 from sparsepretrain.sparsity import sparsifier_of
+
+STATE = "sparsity.safetensors"
+"""Counters, masks and scales, in a checkpoint that holds nothing but adapters of peft."""
 
 
 class SparsityCallback(TrainerCallback):
@@ -26,8 +30,12 @@ class SparsityCallback(TrainerCallback):
     in the Trainer's logs under ``sparsity/``. Beside the files of a checkpoint, from which training
     resumes, it writes the model with the weights of evaluation: ``checkpoint-N/sparse``.
 
+    A Trainer saves of a model with adapters of peft the adapters alone. Counters and masks are
+    then written beside them, and read again when training resumes.
+
     Args:
-        save: write ``checkpoint-N/sparse``; it takes as much space as the weights.
+        save: write ``checkpoint-N/sparse``; it takes as much space as the weights. False for models
+            with adapters, which have no sparse weights of their own before they are merged.
     """
 
     def __init__(self, *, save: bool = True) -> None:
@@ -54,7 +62,8 @@ class SparsityCallback(TrainerCallback):
         """Attach to the optimizer, which the Trainer has just made, or kept.
 
         Raises:
-            ConfigError: the model is not sparse, or the optimizer lacks a sparse weight.
+            ConfigError: the model is not sparse, the optimizer lacks a sparse weight, or the model
+                has adapters and ``save`` is true, or a checkpoint without :data:`STATE`.
         """
         if not self._is_first:
             warnings.warn(
@@ -64,6 +73,14 @@ class SparsityCallback(TrainerCallback):
                 stacklevel=2,
             )
         sparsifier = sparsifier_of(model)
+        if _has_adapters(model):
+            if self.save:
+                raise ConfigError(
+                    "a model with adapters of peft is sparse after merge_and_unload only: use "
+                    "SparsityCallback(save=False), and save the merged model after training"
+                )
+            if state.global_step:
+                _read(model, Path(args.output_dir or ".", f"checkpoint-{state.global_step}"))
         reattach(sparsifier, optimizer)
         planned = sparsifier.method.schedule.total_steps
         if planned is not None and planned != state.max_steps:
@@ -101,10 +118,35 @@ class SparsityCallback(TrainerCallback):
         processing_class: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Write the sparse model beside the checkpoint."""
+        """Write the sparse model beside the checkpoint, or what one with adapters lacks."""
+        checkpoint = Path(args.output_dir or ".", f"checkpoint-{state.global_step}")
+        if _has_adapters(model):
+            tensors = sparsifier_of(model).method_tensors_of(model)
+            if args.should_save:
+                save_file({k: v.contiguous() for k, v in tensors.items()}, checkpoint / STATE)
+            return
         if not self.save or not hasattr(model, "save_pretrained"):
             return
-        directory = Path(args.output_dir or ".", f"checkpoint-{state.global_step}", "sparse")
+        directory = checkpoint / "sparse"
         save_pretrained(model, directory, is_main_process=args.should_save)
         if processing_class is not None and args.should_save:
             processing_class.save_pretrained(directory)
+
+
+def _has_adapters(model: Any) -> bool:
+    """Return True if a Trainer saves the adapters of the model and nothing else."""
+    return bool(getattr(model, "peft_config", None))
+
+
+def _read(model: Any, checkpoint: Path) -> None:
+    """Read what :meth:`SparsityCallback.on_save` has written of a model with adapters."""
+    file = checkpoint / STATE
+    if not file.is_file():
+        raise ConfigError(
+            f"{file} does not exist: {checkpoint.name} holds adapters alone, and training would go "
+            "on without the masks and the step of the method; resume from output_dir, where "
+            "SparsityCallback wrote it"
+        )
+    unknown = model.load_state_dict(load_file(file), strict=False).unexpected_keys
+    if unknown:
+        raise ConfigError(f"{file} is of another model: it has {unknown[0]!r}")

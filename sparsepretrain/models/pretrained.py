@@ -34,6 +34,14 @@ ADAPTER = (
 )
 """Remedy for a checkpoint of peft, alone or beside a model, to which transformers would add it."""
 
+WRAPPERS = re.compile(
+    r"^(module\.)+|_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\."
+)
+"""Parts that DataParallel, torch.compile, FSDP1 and checkpointing add to names of weights."""
+
+STATES = ("model", "state_dict", "model_state_dict", "module")
+"""Keys under which training loops save a state dict beside other things."""
+
 CLASSES = {
     "causal_lm": "AutoModelForCausalLM",
     "labels": "AutoModelForSequenceClassification",
@@ -265,6 +273,9 @@ def _refuse_others(
     ]
     if not missing and not further:
         return
+    inside = {WRAPPERS.sub("", key): key for key in unused}
+    wrapped = next((inside[name] for name in missing if name in inside), None)
+    nested = [key for key in unused if key in STATES]
     prefixes = {
         key.removesuffix(name)
         for key in unused
@@ -277,6 +288,10 @@ def _refuse_others(
         prefix = min(prefixes, key=len)
         hint = f"its names begin with {prefix!r}, as those of a compiled or wrapped model: "
         hint += "save the state dict of the model inside, or rename them"
+    elif wrapped is not None:
+        hint = f"its names are those of wrapped modules ({wrapped}): save the model inside of them"
+    elif nested:
+        hint = f"the weights lie under the key {nested[0]!r} of the file: save that dict alone"
     else:
         hint = "the files belong to another config.json"
     what, names = ("lacks", missing) if missing else ("has further blocks:", further)

@@ -17,7 +17,8 @@ def creates_state(optimizer: Optimizer) -> bool:
     stateless optimizer is stepped like this at every save. Collective where gradients are sharded.
     """
     groups = optimizer.param_groups
-    if optimizer.state or any(float(group.get("lr", 1.0)) != 0.0 for group in groups):
+    rates = [group.get("lr") for group in groups]  # None: Adafactor computes its own
+    if optimizer.state or any(rate is None or float(rate) != 0.0 for rate in rates):
         return False
     gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
     if not gradients:

@@ -134,7 +134,7 @@ def _find(path: str | Path, warn: Callable[[str], None]) -> WeightSource:
     elif directory.exists():
         raise CheckpointError(
             f"{directory} is neither a run directory nor a checkpoint: it has no {saved.name}/, no "
-            f"{checkpoint.MANIFEST} and no {HF_CONFIG}"
+            f"{checkpoint.MANIFEST} and no {HF_CONFIG}{_checkpoints_of_hosts(directory)}"
         )
     else:
         name = str(path)
@@ -145,6 +145,15 @@ def _find(path: str | Path, warn: Callable[[str], None]) -> WeightSource:
         _require_on_hub(name)
         return WeightSource(name)
     return WeightSource(chosen.path, chosen, chosen.config())
+
+
+def _checkpoints_of_hosts(directory: Path) -> str:
+    """Return a hint at checkpoints below, as a Trainer of transformers leaves them; "": none."""
+    below = [file.parent for file in directory.glob(f"*/{HF_CONFIG}")]
+    if not below:
+        return ""
+    newest = max(below, key=lambda path: (path / HF_CONFIG).stat().st_mtime)
+    return f"; it has {len(below)} below, give one of them, such as {newest}"
 
 
 def _require_on_hub(repository: str) -> None:

@@ -22,6 +22,7 @@ from sparsepretrain.sparsity.engine.steps import (
     require_known,
     require_own_weights,
     require_present,
+    require_rates,
 )
 from sparsepretrain.sparsity.fsdp.rows import Rows
 from sparsepretrain.sparsity.layer_state import LayerState
@@ -186,6 +187,7 @@ class Sparsifier:
         )
         if attached is hooked:
             return
+        require_rates(self.method, self.layers, hooked)
         if attached is not None:
             raise ConfigError(
                 f"the sparsifier is attached to another {type(attached).__name__}: call detach() "
@@ -196,8 +198,10 @@ class Sparsifier:
             mark([layer.weight for layer in self.layers.values()])
         self.method.read_optimizer(hooked)
         self._state.write()  # the optimizer may have changed scalars and phase
-        self.steps.only_finite = only_finite
-        self._state.attachment.attach(hooked, self.steps.before, self.steps.after)
+        self._state.attachment.attach(
+            hooked, self.steps.before, self.steps.after, only_finite=only_finite
+        )
+        self._state.watches_reads = not self._rows.is_sharded
         self._state.baseline_due = self.completed_steps == 0
         self.steps.take_baseline()
 
@@ -274,6 +278,9 @@ class Sparsifier:
         full = []
         for name, layer in self.layers.items():
             shape = tuple(layer.weight.shape)
+            if name in masks and not isinstance(masks[name], Tensor):
+                kind = type(masks[name]).__name__
+                raise ConfigError(f"mask of {name}: expected a torch.Tensor, got {kind}")
             found = tuple(masks[name].shape) if name in masks else None
             if found != shape:
                 raise ConfigError(f"mask of {name}: expected shape {shape}, got {found}")
@@ -453,21 +460,33 @@ class Sparsifier:
         self._require_sparse()
         self._state.sync(always=True)
         layers: dict[str, SparseLayer] = {}
-        own = set()  # keys and prefixes of ours
         for name, module in model.named_modules(remove_duplicate=False):
-            prefix = f"{name}." if name else ""
             if isinstance(module, SparseLayer):
-                layers[f"{prefix}weight"] = module
-                own.add(f"{prefix}sparsity.")
+                layers[f"{name}.weight" if name else "weight"] = module
                 module.sparse_model.sync(always=True)
-            own |= {f"{prefix}{key}" for key in module._buffers if key.startswith(BUFFERS)}
+        own = self.method_tensors_of(model)
         for key, value in model.state_dict().items():
-            if key in own or any(key.startswith(part) for part in own if part.endswith(".")):
+            if key in own:
                 continue
             if key in layers:
                 yield key, dense_weight(layers[key], full=full)
             else:
                 yield key, value.full_tensor() if full and is_dtensor(value) else value
+
+    def method_tensors_of(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return what ``sparsify`` added to the state dict of the model, or of a container of it.
+
+        Counters, masks, scales and adapters: what a host that saves a part of the model, such as
+        the adapters of peft alone, has to save beside it.
+        """
+        own = []  # keys, and beginnings of keys
+        for name, module in model.named_modules(remove_duplicate=False):
+            prefix = f"{name}." if name else ""
+            if isinstance(module, SparseLayer):
+                own.append(f"{prefix}sparsity.")
+            own += [f"{prefix}{key}" for key in module._buffers if key.startswith(BUFFERS)]
+        starts = tuple(own)
+        return {k: v for k, v in model.state_dict().items() if k.startswith(starts)}
 
     def dense_state_dict(self, *, full: bool = True) -> dict[str, Tensor]:
         """Return the state dict of the densified model, without changing the model.

@@ -13,6 +13,7 @@ from sparsepretrain import registry
 from sparsepretrain.config.strict import build
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.kernels import widen
+from sparsepretrain.sparsity.engine.data_parallel import refuse_wrapped
 from sparsepretrain.sparsity.engine.layer_classes import replacement_of
 from sparsepretrain.sparsity.engine.layers import SparseLayer
 from sparsepretrain.sparsity.engine.model_state import ModelState
@@ -176,6 +177,12 @@ def sparsify_with(
             layer_state.add_tensors(method.initial_state(widen(weight), layer_state))
             if method.schedule.start == 0:
                 method.update_(widen(weight), layer_state)
+        if layer_state._parameters and not state.operands:
+            try:
+                refuse_wrapped(model, options.name)
+            except ConfigError:
+                state.release((), set())  # no layer has changed so far
+                raise
         size = LayerSize(tuple(weight.shape), replacement.in_dim, weight.device)
         matmuls = LayerMatmuls(method, formats, policy, size)
         # the object stays: references, hooks and second names keep working
@@ -218,7 +225,8 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
     """Turn sparse layers into their original classes, in place, with the weights of evaluation.
 
     Pruned weights become exact zeros (+0.0) and scales are multiplied in, so the outputs of the
-    model do not change. Weights are not quantized, as evaluation does not use fp8.
+    model do not change. Weights are not quantized, as evaluation does not use fp8. Sparse layers
+    outside ``model`` train on; :func:`sparsifier_of` returns a handle to them.
 
     Args:
         model: model that is sparse or contains sparse layers.
@@ -246,6 +254,7 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
     folded: list[str] = []
     for state in states:
         state.sync(always=True)
+        state.require_masks()
         state.watch_copy()
         phase = state.method.phase
         name = state.method.options.name
@@ -286,8 +295,11 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
             layer.__dict__.pop(key, None)
         layer.__class__ = layer.replaces  # type: ignore[assignment]
     for state in states:
+        optimizer, only_finite = state.attachment.optimizer, state.attachment.only_finite
         state.attachment.detach()
         state.release(layers, gone)
+        if optimizer is not None and state.operands:  # layers elsewhere train on
+            Sparsifier(state).attach(optimizer, only_finite=only_finite)
     if folded:
         warnings.warn(
             f"low-rank adapters were folded into {len(folded)} layers ({folded[0]}, …): their "

@@ -1,5 +1,6 @@
 """Finding checkpoints of runs and of Hugging Face, and reading them."""
 
+import os
 import shutil
 
 import pytest
@@ -56,6 +57,12 @@ def test_damaged_checkpoint_is_skipped_with_a_warning(run, tmp_path):
 
 def test_missing_checkpoints_are_named(tmp_path):
     cases = [(tmp_path / "absent", "no such directory"), (tmp_path, "neither a run directory nor")]
+    trained = tmp_path / "trained"  # by a Trainer of transformers
+    for name in ("checkpoint-500", "checkpoint-1000"):
+        (trained / name).mkdir(parents=True)
+        (trained / name / "config.json").write_text("{}")
+    os.utime(trained / "checkpoint-500/config.json", (0, 0))
+    cases.append((trained, "it has 2 below, give one of them, such as .*checkpoint-1000"))
     for path, message in cases:
         with pytest.raises(CheckpointError, match=message) as caught:
             weights.find(path)

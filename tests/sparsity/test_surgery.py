@@ -15,9 +15,10 @@ from torch.nn.utils import parametrizations
 import sparsepretrain as sp
 from sparsepretrain import registry
 from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain.kernels import nm_mask
 from sparsepretrain.sparsity.engine.layer_classes import sparse_class
 from sparsepretrain.sparsity.engine.layers import SparseLayer
-from support.small_loops import attached, train
+from support.small_loops import accumulate, attached, train
 from support.small_models import ConvNet, Net, draw
 from support.sparse_cases import build, sparsify
 from support.tiny_runs import assert_equal_bits
@@ -507,9 +508,34 @@ def test_a_part_can_be_densified():
     assert torch.equal(model(draw(4, 16)), expected) and type(model.fc2) is nn.Linear
     remaining = sp.sparsifier_of(model)
     assert [*remaining.layers] == ["fc1"]
-    remaining.attach(optimizer)
+    remaining.attach(optimizer)  # it is already
     train(model.train(), optimizer, 0, 1)
     assert remaining.completed_steps == 1
+
+
+@pytest.mark.parametrize("part", ["fc1", "fc2"])
+def test_other_layers_train_on_after_a_part_was_densified(part):
+    settings = {"cls": torch.optim.SGD, "lr": 0.1}
+    model, optimizer, handle = build("srste", {"decay": 0.1}, **settings)
+    train(model, optimizer, 0, 2)
+    sp.densify(getattr(model, part))
+    (rest,) = {"fc1", "fc2"} - {part}
+    remaining = sp.sparsifier_of(model)
+    assert [*remaining.layers] == [rest] and remaining.optimizer is optimizer
+    layer = getattr(model, rest)
+    for step in range(2, 4):
+        accumulate(model, step)
+        weight, grad = layer.weight.detach().clone(), layer.weight.grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        decayed = grad + 0.1 * ~nm_mask(weight) * weight
+        torch.testing.assert_close(layer.weight.detach(), weight - 0.1 * decayed)
+    assert remaining.completed_steps == 4
+    with pytest.raises(ConfigError, match="was densified"):
+        handle.metrics()
+    sp.densify(model)
+    assert remaining.optimizer is None
+    train(model, optimizer, 4, 5)
 
 
 def test_nested_tensors_in_training_are_refused():

@@ -144,6 +144,9 @@ class Piece:
                 if column not in known:
                     has = ", ".join(map(repr, known))
                     raise DataError(f"{self.path}: no column {column!r} (it has {has})")
+                if known.count(column) > 1:
+                    number = known.count(column)
+                    raise DataError(f"{self.path}: {number} columns are called {column!r}")
             batches = file.iter_batches(BATCH, row_groups=[self.begin], columns=columns)
             rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
             for index, row in enumerate(rows):

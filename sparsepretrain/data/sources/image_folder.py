@@ -88,7 +88,9 @@ class ImageFolder(IndexSource):
                     file.relative_to(path).as_posix()
                     for folder in _folders(path)
                     for file in sorted(folder.iterdir())
-                    if file.suffix.lower() in SUFFIXES and not file.is_dir()
+                    # macOS leaves ._a.png beside a.png, which is no image
+                    if file.suffix.lower() in SUFFIXES and not file.name.startswith(".")
+                    if not file.is_dir()
                 ]
                 if not files:
                     raise DataError(f"{path}: the class has no image ({', '.join(SUFFIXES[:3])} …)")

@@ -30,6 +30,11 @@ class Attachment:
     def __init__(self) -> None:
         self._optimizer: ref[Optimizer] | None = None
         self._handles: tuple[RemovableHandle, ...] = ()
+        self.only_finite = False
+        """True if training ends with the first gradient that is not finite.
+
+        If a fused optimizer skips a step because of its ``found_inf``, the sparsifier may then
+        advance all the same, and need not wait for the device to read it."""
         self.inside_step = False
         """True while the optimizer with the hooks is inside its step, or raised there."""
         self._nested = 0  # steps inside that step, of a class whose step calls that of its parent
@@ -45,8 +50,11 @@ class Attachment:
         """The optimizer that carries the hooks, if it still exists."""
         return None if self._optimizer is None else self._optimizer()
 
-    def attach(self, optimizer: Optimizer, before: Any, after: Any) -> None:
+    def attach(
+        self, optimizer: Optimizer, before: Any, after: Any, *, only_finite: bool = False
+    ) -> None:
         """Register two step hooks on ``optimizer``, which :meth:`detach` removes."""
+        self.only_finite = only_finite
         self._handles = hook_step(optimizer, before, after)
         self._optimizer = ref(optimizer)
         self._detached = False

@@ -20,7 +20,9 @@ from sparsepretrain.sparsity.engine.attachments import (
     frames_to_the_caller,
     some_values,
 )
+from sparsepretrain.sparsity.engine.data_parallel import require_known_parameters
 from sparsepretrain.sparsity.engine.operands import LayerOperands
+from sparsepretrain.sparsity.engine.stored_masks import require_masks
 from sparsepretrain.sparsity.matmuls.fp8 import FP8Precision
 from sparsepretrain.sparsity.matmuls.policy import SparseMatmulPolicy
 from sparsepretrain.sparsity.method import Method, title
@@ -57,6 +59,8 @@ class ModelState:
         """Operands of all layers, which follow the phase."""
         self.watched: tuple[str, nn.Module] | None = None
         """Name and layer of a trained weight, whose updates without the hooks are noticed."""
+        self.watches_reads = False
+        """True while the first step looks for modules that read a sparse weight themselves."""
         self.clock = Clock(seed, device)
         self.micro_batches = MicroBatches(self.clock, self._check_hooks)
         self.attachment = Attachment()
@@ -80,10 +84,12 @@ class ModelState:
         self._hooks = [
             root.register_forward_pre_hook(self.before_forward),
             root.register_load_state_dict_pre_hook(self.before_load),
+            root.register_load_state_dict_post_hook(self.after_load),
             # torch sets an attribute of this hook, which a bound method does not have
             root.register_state_dict_post_hook(partial(ModelState.after_state_dict, self)),
         ]
         self._warned_of_saving = False
+        self._looked_at_wrapper = False  # DistributedDataParallel, in the first forward
         self._copy: CopyWatch | None = None
         """Watch over a copy, such as an average of weights; None: this is no copy."""
         self._seen: tuple[Tensor, int] | None = None  # buffer, its version: equal to the integers
@@ -92,7 +98,12 @@ class ModelState:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of copies, which are not attached."""
-        return self.__dict__ | {"_seen": None, "attachment": Attachment(), "_copy": CopyWatch()}
+        return self.__dict__ | {
+            "_seen": None,
+            "attachment": Attachment(),
+            "_copy": CopyWatch(),
+            "watches_reads": False,
+        }
 
     @property
     def step(self) -> int:
@@ -104,6 +115,11 @@ class ModelState:
         """Precision and policy of sparse matmuls; "" if matmuls are dense and follow autocast."""
         words = [str(self.precision).partition(":")[0]] if self.precision else []
         return " ".join([*words, self.policy.name] if self.policy else words)
+
+    @property
+    def is_copy(self) -> bool:
+        """True if the model, or a part of it, was copied from the one given to ``sparsify``."""
+        return self._copy is not None
 
     @property
     def is_sharded(self) -> bool:
@@ -216,6 +232,16 @@ class ModelState:
             device = buffer.device
         state_dict.setdefault(prefix + self.buffer, buffer)
         state_dict.setdefault(prefix + self.method_buffer, _encoded(this).to(device))
+
+    def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
+        """Refuse averaged counters and masks."""
+        self.sync()
+        self.require_masks()
+
+    def require_masks(self) -> None:
+        """Refuse stored masks that are not N:M, once the method has reached its pattern."""
+        if self.phase_is_final and not self.is_sharded:
+            require_masks((each.state for each in self.operands), self.method.pattern)
 
     def after_state_dict(self, module: nn.Module, *args: Any) -> None:
         """Refuse averaged counters; warn once if another library saves the dense weights."""
@@ -346,7 +372,12 @@ class ModelState:
         self.operands = [operands for operands in self.operands if operands not in gone]
         if self.operands:
             if self.watched is not None and self.watched[1] in densified:
-                self.watched = None
+                self.watched = None  # the next one that is trained
+                for name, layer in self.root.named_modules():
+                    own = getattr(layer, "sparse_model", None) is self
+                    if own and layer.weight.requires_grad:
+                        self.watched = name, layer
+                        break
             return
         del self.root._buffers[self.buffer]
         del self.root._buffers[self.method_buffer]
@@ -361,6 +392,10 @@ class ModelState:
             if self.operands[0].is_stale(module.training):
                 self.reshard()
         self.micro_batches.root_runs(module, args)
+        if not self._looked_at_wrapper and not torch.compiler.is_compiling():
+            self._looked_at_wrapper = True
+            if any(operands.state._parameters for operands in self.operands):
+                require_known_parameters(self.root, self.method.options.name)
         if self._copy is not None and not torch.compiler.is_compiling():
             self.watch_copy()
 

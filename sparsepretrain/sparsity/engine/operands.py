@@ -11,6 +11,7 @@ from torch import Tensor
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import pack_rows, unpacked, widen
 from sparsepretrain.sparsity.engine.attachments import some_values
+from sparsepretrain.sparsity.engine.outside_reads import OutsideReads
 from sparsepretrain.sparsity.fsdp.rows import ALL_ROWS, Rows
 from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK, LayerState
 from sparsepretrain.sparsity.matmuls.layer import LayerMatmuls
@@ -57,6 +58,8 @@ class LayerOperands:
         self._kept_mask: Tensor | None = None  # of kept training operands; packed by rows
         self._gathered_projected: bool | None = None  # A was gathered, or W; None: out of date
         self._gathered_b: Tensor | None = None
+        self.outside: OutsideReads | None = None
+        """Watch over reads of the weight past the layer, in the first step."""
         self._calls = 0  # of the layer in the present micro-batch
         self._begun = -1  # `Clock.begun` of that micro-batch
         self.choose_ways()
@@ -68,7 +71,13 @@ class LayerOperands:
             key: "projected" if self.__dict__[key] == "kept" else self.__dict__[key]
             for key in ("_training_way", "_evaluation_way")
         }
-        return self.__dict__ | ways | {"_kept": {}, "_kept_mask": None, "stored_dtype": None}
+        nothing: dict[str, Any] = {
+            "_kept": {},
+            "_kept_mask": None,
+            "stored_dtype": None,
+            "outside": None,
+        }
+        return self.__dict__ | ways | nothing
 
     # What a forward reads.
 
@@ -87,6 +96,14 @@ class LayerOperands:
         if not self._projects(key) and not (key and self.matmuls.base.fprop.rounds):
             return "replaced"
         return "projected" if self.stored_dtype is None else "kept"
+
+    def watch(self, weight: Tensor) -> Tensor:
+        """Return the weight for one forward of the first step, see :class:`OutsideReads`."""
+        if not (weight.requires_grad and weight.is_leaf and torch.is_grad_enabled()):
+            return weight
+        if self.outside is None:
+            self.outside = OutsideReads(weight)
+        return self.outside.through(weight)
 
     def number_call(self) -> int:
         """Return the number of this training forward within its micro-batch.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import warnings
 from collections.abc import Mapping
@@ -25,12 +26,6 @@ from sparsepretrain.sparsity.operand_table import DW, G, X
 
 class Steps:
     """Apply J before a step; update counters, operands and flips after it."""
-
-    only_finite = False
-    """True if training ends with the first gradient that is not finite.
-
-    If a fused optimizer skips a step because of its ``found_inf``, :meth:`after` may then advance
-    all the same, and need not wait for the device to read it."""
 
     def __init__(self, state: ModelState, layers: Mapping[str, SparseLayer]) -> None:
         self.state = state
@@ -105,6 +100,7 @@ class Steps:
         if self._checked_first:
             return
         self._checked_first = True
+        self.warn_of_outside_reads()
         dynamo = sys.modules.get("torch._dynamo.utils")
         if dynamo is not None and dynamo.counters["frames"]:
             return
@@ -121,6 +117,32 @@ class Steps:
                 "module around it reads the weight itself, which is dense there (then exclude it), "
                 "or it was skipped in this step and something else gave it a gradient, such as a "
                 "penalty (then nothing is wrong)",
+                SparsePretrainWarning,
+                stacklevel=frames_to_the_caller(),
+            )
+
+    def warn_of_outside_reads(self) -> None:
+        """Warn once of layers whose weight something else reads, and end the watch."""
+        self.state.watches_reads = False
+        watches = {name: layer.operands.outside for name, layer in self.layers.items()}
+        flags = {}
+        for name, watch in watches.items():
+            self.layers[name].operands.outside = None
+            if watch is not None:
+                watch.close()
+                if watch.found is not None:
+                    flags[name] = watch.found
+        if not flags:
+            return
+        device = next(iter(flags.values())).device
+        read = torch.stack([flag.to(device) for flag in flags.values()]).tolist()
+        if found := [name for name, flag in zip(flags, read, strict=True) if flag]:
+            more = f" and {len(found) - 1} more layers" if len(found) > 1 else ""
+            warnings.warn(
+                f"{found[0]!r}{more} has a gradient that its forward did not give: if something "
+                "else multiplies by its weight, such as a decoder that is tied by hand, that one "
+                "is dense, and densify will change what it computes (then exclude the layer); if "
+                "it is a penalty on the weights, nothing is wrong",
                 SparsePretrainWarning,
                 stacklevel=frames_to_the_caller(),
             )
@@ -238,18 +260,18 @@ class Steps:
         self._masks_before_update = {}
         found_inf = getattr(optimizer, "found_inf", None)
         # GradScaler skipped the update on the device: weights, masks and counters stay the same.
-        if found_inf is not None and not self.only_finite and bool(found_inf):
+        if found_inf is not None and not self.state.attachment.only_finite and bool(found_inf):
             return
         state = self.state
         method = self.state.method
         if masks:
             # looked up in each step: load_state_dict replaces the group dictionaries
-            rates = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
+            rates: Any = {id(p): g.get("lr") for g in optimizer.param_groups for p in g["params"]}
             for name, mask in masks.items():
                 weight = self.layers[name].weight
                 rows = self.layers[name].operands.rows
-                rate = float(rates[id(rows.parameter(weight))])
-                method.adjust_weight_(rows.local(weight), mask, rate)
+                rate = rates[id(rows.parameter(weight))]
+                method.adjust_weight_(rows.local(weight), mask, float(rate))
         # The order matters: the phase of the next step says which operands are made, FSDP has to
         # drop those of the old weights first, and comparing masks reuses those of the projection.
         state.advance_to(state.step + 1)
@@ -322,11 +344,15 @@ def require_known(root: nn.Module) -> None:
     modules = set(root.modules())
     for name, module in root.named_modules():
         if isinstance(module, SparseLayer):
-            other = module.sparse_model.root
-            if other not in modules and root not in set(other.modules()):
+            state = module.sparse_model
+            others = set(state.root.modules())
+            # a container, such as nn.Sequential(*model[:-1]), has the layers themselves
+            is_held = module in others and not state.is_copy
+            if not (state.root in modules or root in others or is_held):
                 raise ConfigError(
                     f"the sparse layer {name!r} is a copy of one (copy.deepcopy, modules_to_save "
-                    "of peft), whose masks and phases nothing updates: copy layers before sparsify"
+                    "of peft), whose masks and phases nothing updates: copy layers before "
+                    "sparsify, or densify the model before its parts are copied"
                 )
         base = getattr(module, "base_layer", None)
         if isinstance(base, SparseLayer) and len(getattr(module, "lora_magnitude_vector", ())):
@@ -345,10 +371,15 @@ def require_own_weights(layers: Mapping[str, SparseLayer]) -> None:
     for name, layer in layers.items():
         shape = tuple(layer.weight.shape)
         if shape != layer.sparsity.shape:
+            remedy = "resize layers before sparsify, or densify first"
+            if len(shape) < 2 or math.prod(shape) == math.prod(layer.sparsity.shape):
+                remedy = (
+                    "FullyShardedDataParallel (FSDP1) and DeepSpeed flatten weights, which then "
+                    "have no masks; use fully_shard"
+                )
             raise ConfigError(
                 f"the weight of {name!r} has the shape {shape} since sparsify, and had "
-                f"{layer.sparsity.shape}: FullyShardedDataParallel (FSDP1) and DeepSpeed flatten "
-                "weights, which then have no masks; use fully_shard"
+                f"{layer.sparsity.shape}: {remedy}"
             )
     computed = [name for name, layer in layers.items() if "weight" not in layer._parameters]
     if computed:
@@ -358,6 +389,21 @@ def require_own_weights(layers: Mapping[str, SparseLayer]) -> None:
             "(torch.nn.utils.prune, weight_norm, a parametrization): remove that, or do it first "
             "and exclude the layer; FullyShardedDataParallel (FSDP1) does it too: use fully_shard"
         )
+
+
+def require_rates(method: Method, layers: Mapping[str, SparseLayer], optimizer: Optimizer) -> None:
+    """Refuse an optimizer without learning rates if the method changes weights by them."""
+    if method.sparse_row.J != DW or type(method).adjust_weight_ is Method.adjust_weight_:
+        return
+    weights = {id(layer.operands.rows.parameter(layer.weight)) for layer in layers.values()}
+    for group in optimizer.param_groups:
+        held = any(id(parameter) in weights for parameter in group["params"])
+        if held and group.get("lr") is None:
+            raise ConfigError(
+                f"{type(optimizer).__name__} has no learning rate in its groups (lr), by which "
+                f"{method.options.name} multiplies the decay of weights: decay gradients instead, "
+                "or use an optimizer with lr"
+            )
 
 
 def require_held(layers: Mapping[str, SparseLayer], optimizer: Optimizer) -> None:

@@ -326,6 +326,7 @@ def test_images_in_folders_below_a_class_belong_to_it(options, folder):
         for file in sorted((folder / split / "cat").glob("*.png"))[1:]:
             file.rename(below / file.name)
         (folder / split / "cat/loop").symlink_to(folder / split / "cat")
+        (folder / split / "cat/._0.png").write_bytes(b"\0\5\x16\7")  # macOS, on other disks
         (folder / split / "cat/.hidden").mkdir()
         Image.new("RGB", (4, 4)).save(folder / split / "cat/.hidden/no.png")
     data = prepare(options("image_folder", root=str(folder)))

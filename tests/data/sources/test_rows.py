@@ -141,3 +141,12 @@ def test_a_large_compressed_file_is_tokenized_in_batches(options, tmp_path, monk
     changes = {"path": "json", "data_files": [str(tmp_path / "a.jsonl.gz")], "tokenizer": "bytes"}
     data = prepare(options("openwebtext", **changes, validation=0.0))
     assert data.documents("train") == 50 and len(sizes) > 3 and max(sizes) < 120
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    table = pyarrow.table([["a"], ["b"], ["c"]], names=["text", "text", "id"])
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match="2 columns are called 'text'"):
+        read(tmp_path / "rows.parquet", "parquet", columns=["text"])
+    ((_, row),) = read(tmp_path / "rows.parquet", "parquet", columns=["id"])
+    assert row == {"id": "c"}

@@ -43,6 +43,39 @@ def plain(weights, x, project):
         return model(x)
 
 
+@pytest.fixture
+def one_rank(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_adapters_that_a_wrapper_does_not_know_are_refused(one_rank):
+    """DistributedDataParallel would train them on each rank with the gradient of that rank."""
+    options = {"total_steps": 4, "adapters": {"rank": 2, "start": 0.25}}
+    wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)))
+    before = {*wrapped.state_dict()}
+    with pytest.raises(ConfigError, match="call sparsify first"):
+        sp.sparsify(wrapped, "slope", targets=["*"], **options)
+    assert {*wrapped.state_dict()} == before and type(wrapped.module[0]) is nn.Linear
+    assert not wrapped._forward_pre_hooks
+    sp.sparsify(wrapped.module, "slope", targets=["*"], **options)
+    with pytest.raises(ConfigError, match="call sparsify first"):
+        wrapped(torch.ones(2, 16))
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+    handle = sp.sparsify(model, "slope", targets=["*"], **options)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = attached(handle, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        wrapped(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+    other = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)))
+    sp.sparsify(other, "srste", targets=["*"])  # it adds no Parameter
+    other(torch.ones(2, 16))
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_edits_through_data_take_effect(training):
     model, _, handle = build("ste")

@@ -52,6 +52,65 @@ def test_a_layer_that_its_copy_replaced_is_refused():
         optimizer.step()
 
 
+def test_a_container_of_the_layers_themselves_can_be_densified():
+    """The backbone of a classifier: nn.Sequential(*list(model.children())[:-1])."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    sp.sparsify(model, "ste", targets=["*"])
+    x = draw(4, 16, dtype=torch.float32)
+    backbone = nn.Sequential(*list(model.children())[:-1])
+    before = backbone(x), model(x)
+    assert sp.densify(backbone) is backbone and type(backbone[0]) is nn.Linear
+    torch.testing.assert_close((backbone(x), model(x)), before, rtol=0, atol=0)
+    assert [*sp.sparsifier_of(model).layers] == ["2"]
+    copied = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    sp.sparsify(copied, "ste", targets=["*"])
+    with pytest.raises(ConfigError, match="densify the model before its parts are copied"):
+        sp.densify(copy.deepcopy(nn.Sequential(*list(copied.children())[:-1])))
+
+
+FIXED = [("asp", {"at": 0.0}), ("slope", {}), ("tsrste", {"refresh": 100})]
+
+
+def of_equal_steps(method, options):
+    states = []
+    for seed in (0, 1):
+        model, optimizer, _ = build(method, options)
+        for parameter in model.parameters():
+            parameter.data.copy_(draw(*parameter.shape, seed=seed))
+        sp.sparsifier_of(model).reset()
+        train(model, optimizer, seed, seed + 1)
+        states.append(model.state_dict())
+    return model, *states
+
+
+AVERAGES = {
+    "double": lambda a, b: ((a.double() + b.double()) / 2).to(a.dtype),
+    "integers": lambda a, b: (a + (b - a) // 2) if not a.is_floating_point() else (a + b) / 2,
+}
+
+
+@pytest.mark.parametrize("average", AVERAGES)
+@pytest.mark.parametrize(("method", "options"), FIXED)
+def test_averages_of_stored_masks_are_refused(method, options, average):
+    """A soup of models, or of clients, whose counters are equal."""
+    model, one, two = of_equal_steps(method, options)
+    soup = {k: AVERAGES[average](v, two[k]) for k, v in one.items()}
+    with pytest.raises(ConfigError, match=r"mask of '.*' keeps more than 2 of 4 in .* averaged"):
+        model.load_state_dict(soup)
+    for key, buffer in model.named_buffers():  # without a load
+        buffer.copy_(soup[key])
+    with pytest.raises(ConfigError, match="masks of several models were averaged"):
+        sp.densify(model)
+    model.load_state_dict(one)
+    sp.densify(model)
+
+
+def test_masks_that_are_not_chosen_yet_load():
+    model, _, _ = build("asp", {"at": 0.5})
+    other, _, _ = build("asp", {"at": 0.5})
+    other.load_state_dict(model.state_dict())
+
+
 def test_copied_blocks_are_separate_models():
     blocks = nn.ModuleList(copy.deepcopy(build("ste")[0]) for _ in range(3))
     with pytest.raises(ConfigError, match="sparsifier_of on each part"):

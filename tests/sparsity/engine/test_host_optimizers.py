@@ -16,10 +16,11 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from timm.optim.lookahead import Lookahead
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import sparsepretrain as sp
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
-from support.small_loops import attached, train
+from support.small_loops import accumulate, attached, gradients, train
 from support.small_models import Net, draw
 from support.sparse_cases import build, sparsify
 from support.tiny_runs import assert_equal_bits
@@ -534,6 +535,119 @@ def test_layers_whose_weight_is_read_by_their_module_are_named(closure):
     with warnings.catch_warnings():
         warnings.simplefilter("error", SparsePretrainWarning)
         loss()
+        optimizer.step()
+
+
+class Tied(nn.Module):
+    """A decoder that is tied by hand: it multiplies by the stored weight, which is dense."""
+
+    def __init__(self):
+        super().__init__()
+        self.enc = nn.Linear(16, 32)
+        self.dec = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.dec(nn.functional.linear(self.enc(x).relu(), self.enc.weight.t()))
+
+
+PENALTIES = {
+    "L1": lambda weights: sum(w.abs().sum() for w in weights),
+    "L2": lambda weights: sum(w.square().sum() for w in weights),
+    "group lasso": lambda weights: sum(w.norm(dim=0).sum() for w in weights),
+}
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("method", ["ste", "srste", "tsrste", "slope", "bimask"])
+def test_weights_that_something_else_multiplies_by_are_named(method, micro):
+    model = Tied()
+    handle = sp.sparsify(model, method, targets=["*"], total_steps=10)
+    optimizer = attached(handle, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def step():
+        for seed in range(micro):
+            model(draw(8, 16, seed=seed, dtype=torch.float32)).square().mean().backward()
+        optimizer.step()
+
+    with pytest.warns(SparsePretrainWarning, match="'enc' has a gradient that its forward did not"):
+        step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SparsePretrainWarning)
+        step()
+    assert not model.enc.weight._backward_hooks
+
+
+@pytest.mark.parametrize("penalty", [*PENALTIES, None])
+@pytest.mark.parametrize("method", ["ste", "sste", "slope", "sdgp"])
+def test_penalties_and_shared_layers_are_no_outside_reads(method, penalty):
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    handle = sp.sparsify(model, method, targets=["*"])
+    optimizer = attached(handle, torch.optim.SGD(model.parameters(), lr=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SparsePretrainWarning)
+        x = draw(8, 16, dtype=torch.float32)
+        for _ in range(2):
+            y = checkpoint(model, model(x), use_reentrant=False)  # the layers run twice
+            loss = y.square().mean()
+            if penalty is not None:
+                loss = loss + PENALTIES[penalty]([model[0].weight, model[2].weight])
+            loss.backward()
+            optimizer.step()
+
+
+def test_the_watch_over_reads_changes_no_gradient():
+    results = []
+    for is_attached in (True, False):
+        model, _, handle = build("srste")
+        if not is_attached:
+            handle.detach()
+            handle._state.watches_reads = False
+        accumulate(model, 0)
+        results.append(gradients(model))
+    assert_equal_bits(*results)
+
+
+class WithoutRate(torch.optim.Optimizer):
+    """As optimizers that compute their own rate."""
+
+    def __init__(self, parameters, **defaults):
+        super().__init__(parameters, defaults)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=0.01)
+
+
+@pytest.mark.parametrize("defaults", [{}, {"lr": None}], ids=["no lr", "lr=None"])
+def test_optimizers_without_a_rate_step(defaults):
+    model, _, handle = build("srste", {"decay": 0.1})
+    handle.detach()
+    handle.attach(optimizer := WithoutRate(model.parameters(), **defaults))
+    train(model, optimizer, 0, 2)
+    assert handle.completed_steps == 2
+    model, _, handle = build("srste", {"decay": 0.1, "decay_on": "weight"})
+    handle.detach()
+    with pytest.raises(ConfigError, match="WithoutRate has no learning rate in its groups"):
+        handle.attach(WithoutRate(model.parameters(), **defaults))
+
+
+def test_adafactor_of_t5_steps():
+    from transformers.optimization import Adafactor
+
+    model, _, handle = build("ste", dtype=torch.float32)
+    handle.detach()
+    optimizer = Adafactor(model.parameters(), relative_step=True, warmup_init=True, lr=None)
+    handle.attach(optimizer)
+    train(model, optimizer, 0, 2)
+    assert handle.completed_steps == 2
+
+
+def test_a_weight_of_another_size_is_no_flattening():
+    model, optimizer, _ = build("ste")
+    model.fc1.weight = nn.Parameter(draw(64, 16))
+    with pytest.raises(ConfigError, match="resize layers before sparsify"):
         optimizer.step()
 
 

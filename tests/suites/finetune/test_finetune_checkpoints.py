@@ -241,6 +241,10 @@ FOREIGN = {
     "compiled": (renamed("_orig_mod."), "lacks .* its names begin with '_orig_mod.'"),
     "wrapped": (renamed("module."), "lacks .* its names begin with 'module.'"),
     "adapters": (renamed("base_model.model."), "lacks .* its names begin with"),
+    "wrapped inside": (
+        lambda s: {k.replace("h.1.", "h.1._checkpoint_wrapped_module."): v for k, v in s.items()},
+        r"lacks .* wrapped modules \(transformer.h.1._checkpoint_wrapped_module.*save the model",
+    ),
     "lora": (lora, r"lacks .*: it has adapters: merge them"),
     "own head": (own_head, "head that differ from the embedding.* tie_word_embeddings=false"),
     "no embedding": (without("wte"), "lacks transformer.wte.weight"),
@@ -274,6 +278,16 @@ def test_weights_that_do_not_belong_to_the_model_are_refused(tmp_path, capsys, c
     err = " ".join(capsys.readouterr().err.split())
     assert re.search(told, err) and err.count("sparsepretrain:") == 1
     assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+@pytest.mark.parametrize("key", ["model", "state_dict"])
+def test_a_state_dict_beside_other_things_is_named(tmp_path, key):
+    rewritten(tmp_path / "model", dict)
+    file = tmp_path / "model/model.safetensors"
+    torch.save({key: load_file(file), "step": 3}, tmp_path / "model/pytorch_model.bin")
+    file.unlink()
+    with pytest.raises(CheckpointError, match=f"the weights lie under the key '{key}'"):
+        fine_tuned(tmp_path)
 
 
 @pytest.mark.parametrize(

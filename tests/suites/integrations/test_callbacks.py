@@ -6,6 +6,7 @@ import logging
 import warnings
 from pathlib import Path
 
+import peft
 import pytest
 import pytorch_lightning
 import torch
@@ -116,6 +117,38 @@ def test_trainers_resume_bit_exactly_and_train_again(tmp_path):
     assert handle.completed_steps == 2 * STEPS
     hugging_face(tmp_path / "c", whole)[0].train()  # another one
     assert handle.completed_steps == 3 * STEPS
+
+
+@pytest.mark.parametrize("method", ["asp", "slope"])
+def test_trainers_of_adapters_resume_bit_exactly(tmp_path, method):
+    """A Trainer saves the adapters alone: counters and masks lie beside them."""
+
+    def start(directory, save=False):
+        model = gpt2()
+        options = {"at": 0.6} if method == "asp" else {"mask": "random"}
+        sp.sparsify(model, method, targets=FFN, total_steps=STEPS, **options)
+        lora = peft.LoraConfig(r=4, target_modules=["c_fc"], fan_in_fan_out=True)
+        model = peft.get_peft_model(model, lora)
+        callback = SparsityCallback(save=save)
+        return model, hugging_face(directory, model, callback=callback)[0]
+
+    whole, trainer = start(tmp_path / "a")
+    trainer.train()
+    again, second = start(tmp_path / "a")
+    second.train(resume_from_checkpoint=str(tmp_path / "a/checkpoint-2"))
+    assert sp.sparsifier_of(again).completed_steps == STEPS and sp.sparsifier_of(again).sparse
+    for (key, one), two in zip(
+        whole.state_dict().items(), again.state_dict().values(), strict=True
+    ):
+        assert torch.equal(one, two), key
+    merged = sp.densify(again.merge_and_unload())
+    assert is_sparse(merged)
+    (tmp_path / "a/checkpoint-2/sparsity.safetensors").unlink()
+    with pytest.raises(ConfigError, match="does not exist: checkpoint-2 holds adapters"):
+        start(tmp_path / "a")[1].train(resume_from_checkpoint=str(tmp_path / "a/checkpoint-2"))
+    with pytest.raises(ConfigError, match=r"use SparsityCallback\(save=False\)"):
+        start(tmp_path / "b", save=True)[1].train()
+    assert not list(tmp_path.glob("b/checkpoint*"))
 
 
 def test_trainers_are_told_what_is_wrong(tmp_path):

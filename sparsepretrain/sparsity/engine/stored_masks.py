@@ -1,0 +1,39 @@
+"""Refuse stored masks that are not N:M, as averages of several models are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.kernels import nonzeros_per_group, unpacked
+from sparsepretrain.sparsity.layer_state import LayerState
+
+
+@torch.no_grad()
+def require_masks(states: Iterable[LayerState], pattern: tuple[int, int]) -> None:
+    """Refuse masks that keep more than N of M; layers whose masks follow the weight have none.
+
+    Packed bits that were averaged as integers are other bits: a soup of models, or an average of
+    clients, passes every check of counters if all models took as many steps.
+
+    Args:
+        states: of layers that are not sharded.
+        pattern: (N, M) of the masks.
+
+    Raises:
+        ConfigError: names the first layer, with the number of its wrong groups.
+    """
+    n, m = pattern
+    for state in states:
+        mask = state._buffers.get("mask")
+        if mask is None or mask.is_meta:
+            continue
+        nonzeros = nonzeros_per_group(unpacked(mask, state.shape), m, dim=state.dim)
+        if count := int((nonzeros > n).sum()):
+            raise ConfigError(
+                f"the mask of {state.layer_name!r} keeps more than {n} of {m} in {count:,} of "
+                f"{nonzeros.numel():,} groups: masks of several models were averaged; average "
+                "densified models and choose masks anew, or copy the buffers of one of them"
+            )
