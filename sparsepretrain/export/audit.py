@@ -35,6 +35,8 @@ from sparsepretrain.sparsity.engine.layer_classes import dense_weights, replacem
 
 COMPRESSED = ("compressed", "bitmask", "weight_packed", "weight_shape", "row_offsets")
 """Last parts of names of weights that are stored without their zeros, or in a few bits."""
+PACKED = (*COMPRESSED, "qweight")
+"""Last parts of names of tensors that a loader makes the weight from."""
 MASKS = ("mask", "weight_mask", "mma_mask")
 """Ends of names of masks beside a weight (torch.nn.utils.prune, ASP)."""
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
@@ -139,6 +141,7 @@ def audit(
     """
     path = Path(path)
     is_directory = path.is_dir()
+    adapter = next((name for name in ADAPTERS if is_directory and (path / name).exists()), None)
     with contextlib.closing(WeightFiles(path)) as files:
         model = model_of(path) if is_directory else None
         claims = read_claims(path) if is_directory else []
@@ -159,12 +162,11 @@ def audit(
             result.findings += _of_storage(files)
             text = "transformers renames weights of this model: they are audited as it loads them"
             result.findings.append(Finding("renamed", str(path), text, is_note=True))
-        elif model is not None:
-            result.findings += _of_loading(path, files, _places(model), _prefix(model), claims)
+        elif model is not None and adapter is None:  # transformers would load the adapter too
+            result.findings += _of_loading(path, files, model, claims, layers)
     if is_directory and model is None and (path / CONFIG).exists():
         text = "describes no model of transformers: weights are taken for those of nn.Linear"
         result.findings.append(Finding("unknown_model", CONFIG, text, is_note=True))
-    adapter = next((name for name in ADAPTERS if is_directory and (path / name).exists()), None)
     if adapter is not None:
         text = "an adapter lies beside the model: loaders add it, and its product is dense"
         result.findings.append(Finding("adapter", adapter, text))
@@ -219,14 +221,11 @@ def _prefix(model: nn.Module) -> str:
 
 
 def _spellings(name: str, prefix: str) -> list[str]:
-    """Return the names that a tensor of a file may have in the model."""
-    names = [name]
-    if (unwrapped := WRAPPERS.sub("", name)) != name:
-        names.append(unwrapped)
-    if prefix:  # files of a model without its head leave the prefix out
-        names += [f"{prefix}.{each}" for each in names]
-        names += [each.removeprefix(f"{prefix}.") for each in names]
-    return names
+    """Return the names under which transformers takes a tensor of a file for one of the model."""
+    if not prefix:
+        return [name]
+    # files of a model without its head leave the prefix out
+    return [name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")]
 
 
 def _place_of(
@@ -235,9 +234,9 @@ def _place_of(
     """Return the layer of a tensor of a file; None: it is no weight of a matmul."""
     if len(stored.shape) < 2 or not stored.is_plain:
         return None
-    for each in _spellings(name, prefix):
-        if each in places:
-            return places[each]
+    for spelling in (*_spellings(name, prefix), *_spellings(WRAPPERS.sub("", name), prefix)):
+        if spelling in places:
+            return places[spelling]
     if places and not name.endswith("weight") and len(stored.shape) != 3:
         return _Place(name, "?", (1, 0))
     layer = name.removesuffix(".weight")
@@ -309,8 +308,7 @@ def _demand(result: Audit, require: tuple[int, int] | None, globs: Sequence[str]
     if globs:
         chosen = set()
         for glob in globs:
-            hits = {layer.name for layer in result.layers if fnmatchcase(f".{layer.name}", glob)}
-            hits |= {layer.name for layer in result.layers if fnmatchcase(layer.name, glob)}
+            hits = {layer.name for layer in result.layers if _matches(layer.name, [glob])}
             if not hits:
                 raise ConfigError(f"--layers: no layer matches {glob!r}")
             chosen |= hits
@@ -434,54 +432,75 @@ def _are_renamed(
     (NomicBERT, experts of Mixtral).
     """
     named = {name for claim in claims for name in claim.layers or ()}
-    prefix = f"{_prefix(model)}."
+    prefix = _prefix(model)
+    stored = {
+        spelling for name in files.stored for spelling in _spellings(WRAPPERS.sub("", name), prefix)
+    }
     for tensor, place in _places(model).items():
-        layer = place.layer
-        if layer in named or any(layer == g or fnmatchcase(f".{layer}", g) for g in globs):
-            names = (tensor, f"{prefix}{tensor}", tensor.removeprefix(prefix))
-            if not any(name in files.stored for name in names):
-                return True
+        is_asked_for = place.layer in named or _matches(place.layer, globs)
+        if is_asked_for and tensor not in stored:
+            return True
     return False
+
+
+def _matches(layer: str, globs: Sequence[str]) -> bool:
+    return any(fnmatchcase(f".{layer}", g) or fnmatchcase(layer, g) for g in globs)
 
 
 def _of_loading(
     directory: Path,
     files: WeightFiles,
-    places: Mapping[str, _Place],
-    prefix: str,
+    model: nn.Module,
     claims: Sequence[Claim],
+    globs: Sequence[str],
 ) -> Iterator[Finding]:
     """Yield layers of config.json that transformers would not find, and draw at random."""
-    layers = {name: place.layer for name, place in places.items() if not place.is_embedding}
-    shapes = {
-        each: stored.shape
-        for name, stored in files.stored.items()
-        for each in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    places = {
+        name: place
+        for name, place in _places(model).items()
+        if not place.is_embedding and name not in tied
     }
-    if all(shapes.get(name) == places[name].shape for name in layers):
+    prefix = _prefix(model)
+    shapes = {
+        spelling: stored.shape
+        for name, stored in files.stored.items()
+        for spelling in _spellings(name, prefix)
+    }
+    if all(shapes.get(name) == place.shape for name, place in places.items()):
         return
-    missing, others = not_loaded(directory)
+    loading = not_loaded(directory)
+    if loading is None:
+        text = "install accelerate to know whether transformers finds all layers of config.json"
+        yield Finding("not_checked", directory.name, text, is_note=True)
+        return
+    missing, others = loading
     # their zeros are not stored, or stored as codes, which is said elsewhere
-    kept = [name for name in missing if name in layers]
-    kept = [k for k in kept if not any(n.startswith(f"{layers[k]}.") for n in files.stored)]
-    if kept and len(kept) == len(layers):
+    packed = {n.rpartition(".")[0] for n in files.stored if n.rpartition(".")[2] in PACKED}
+    lost = [name for name in missing if name in places and places[name].layer not in packed]
+    if lost and len(lost) == len(places):
         first = next(iter(files.stored), directory.name)
-        text = f"transformers finds none of the {len(kept)} layers of config.json in the files"
+        text = f"transformers finds none of the {len(lost)} layers of config.json in the files"
         if wrapper := WRAPPERS.search(first):
             text += f", whose names have {wrapper[0]!r}: save the model inside of the wrapper"
         yield Finding("missing_layer", first, text)
         return
     claimed = {name for claim in claims for name in claim.layers or ()}
-    for name in kept:
-        if layers[name] not in claimed:  # said by the claim
+
+    def is_beside(layer: str) -> bool:
+        """Return True of a layer that is not judged, such as the head of another task."""
+        return not _matches(layer, globs) if globs else BLOCK.search(layer) is None
+
+    for name in lost:
+        layer = places[name].layer
+        if layer not in claimed:  # said by the claim
             text = "config.json has it, the files do not: transformers would draw it at random"
-            # heads of another task are often left out
-            is_note = BLOCK.search(name) is None
-            yield Finding("missing_layer", layers[name], text, is_note=is_note)
-    for name, (stored, own) in others.items():
-        if name in layers:
-            text = f"has the shape {stored}, and the model of config.json has {own}"
-            yield Finding("shape", layers[name], text)
+            yield Finding("missing_layer", layer, text, is_note=is_beside(layer))
+    for name, (stored_shape, own) in others.items():
+        if name in places:
+            layer = places[name].layer
+            text = f"has the shape {stored_shape}, and the model of config.json has {own}"
+            yield Finding("shape", layer, text, is_note=is_beside(layer))
 
 
 def _against(claim: Claim, result: Audit) -> Iterator[Finding]:

@@ -34,17 +34,19 @@ def as_loaded(directory: Path) -> ModelWeights | None:
     return None
 
 
-def not_loaded(directory: Path) -> tuple[list[str], dict[str, tuple[Any, Any]]]:
+def not_loaded(directory: Path) -> tuple[list[str], dict[str, tuple[Any, Any]]] | None:
     """Return the weights that transformers would draw at random, as it does without an error.
 
+    No values are loaded: the model may be larger than the memory.
+
     Returns:
-        names that it does not find; name -> (shape in the files, shape in the model).
+        names that it does not find; name -> (shape in the files, shape in the model). None:
+        accelerate is missing, without which transformers loads values.
     """
-    # without values where that is possible: the model may be larger than the memory
-    has_accelerate = importlib.util.find_spec("accelerate") is not None
-    options = {"device_map": "meta"} if has_accelerate else {"dtype": "auto"}
+    if importlib.util.find_spec("accelerate") is None:
+        return None
     with contextlib.suppress(Exception), quiet(str(directory)):
-        _, info = _load(directory, ignore_mismatched_sizes=True, **options)
+        _, info = _load(directory, ignore_mismatched_sizes=True, device_map="meta")
         others = {name: (tuple(a), tuple(b)) for name, a, b in info["mismatched_keys"]}
         return sorted(info["missing_keys"]), others
     return [], {}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -123,7 +126,8 @@ class SparsityCallback(TrainerCallback):
         if _has_adapters(model):
             tensors = sparsifier_of(model).method_tensors_of(model)
             if args.should_save:
-                save_file({k: v.contiguous() for k, v in tensors.items()}, checkpoint / STATE)
+                contiguous = {key: tensor.contiguous() for key, tensor in tensors.items()}
+                save_file(contiguous, checkpoint / STATE, {"adapters": _digest(model)})
             return
         if not self.save or not hasattr(model, "save_pretrained"):
             return
@@ -147,6 +151,26 @@ def _read(model: Any, checkpoint: Path) -> None:
             "on without the masks and the step of the method; resume from output_dir, where "
             "SparsityCallback wrote it"
         )
-    unknown = model.load_state_dict(load_file(file), strict=False).unexpected_keys
-    if unknown:
-        raise ConfigError(f"{file} is of another model: it has {unknown[0]!r}")
+    tensors = load_file(file)
+    expected = sparsifier_of(model).method_tensors_of(model)
+    if tensors.keys() != expected.keys():
+        other = sorted(tensors.keys() ^ expected.keys())[0]
+        raise ConfigError(f"{file} is of a model with other sparse layers: {other} is in one only")
+    with safe_open(file, "pt") as opened:
+        saved = (opened.metadata() or {}).get("adapters")
+    if saved != _digest(model):
+        raise ConfigError(
+            f"{file} belongs to other adapters than those that training resumes from: resume from "
+            f"{checkpoint}, or give the Trainer the output_dir of that run"
+        )
+    model.load_state_dict(tensors, strict=False)
+
+
+def _digest(model: Any) -> str:
+    """Return a hash of the trained parameters, which tells one checkpoint from another."""
+    hashed = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and ".sparsity." not in name:
+            values = parameter.detach().contiguous().cpu()
+            hashed.update(name.encode() + values.view(-1).view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()

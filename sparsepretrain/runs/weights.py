@@ -153,7 +153,7 @@ def _checkpoints_of_hosts(directory: Path) -> str:
     if not below:
         return ""
     newest = max(below, key=lambda path: (path / HF_CONFIG).stat().st_mtime)
-    return f"; it has {len(below)} below, give one of them, such as {newest}"
+    return f"; it has {len(below)} checkpoints in subdirectories: give one, such as {newest}"
 
 
 def _require_on_hub(repository: str) -> None:

@@ -55,6 +55,17 @@ def residual_weight(layer: SparseLayer) -> Tensor | None:
     return residual.t() if residual is not None and state.dim == 1 else residual
 
 
+def _added_to(model: nn.Module) -> tuple[str, ...]:
+    """Return beginnings of the keys that ``sparsify`` added to the state dict of a model."""
+    keys = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{name}." if name else ""
+        if isinstance(module, SparseLayer):
+            keys.append(f"{prefix}sparsity.")
+        keys += [f"{prefix}{key}" for key in module._buffers if key.startswith(BUFFERS)]
+    return tuple(keys)
+
+
 class _Gathered:
     """State of a layer whose Parameters are gathered when they are read, if FSDP shards them."""
 
@@ -198,12 +209,15 @@ class Sparsifier:
             mark([layer.weight for layer in self.layers.values()])
         self.method.read_optimizer(hooked)
         self._state.write()  # the optimizer may have changed scalars and phase
-        self._state.attachment.attach(
-            hooked, self.steps.before, self.steps.after, only_finite=only_finite
-        )
-        self._state.watches_reads = not self._rows.is_sharded
+        self.hook(hooked, only_finite=only_finite)
+        self._state.watches_reads = not (self._rows.is_sharded or self.steps.checked_first)
         self._state.baseline_due = self.completed_steps == 0
         self.steps.take_baseline()
+
+    def hook(self, optimizer: Optimizer, *, only_finite: bool) -> None:
+        """Register the hooks on the optimizer that holds the sparse weights, without checks."""
+        steps = self.steps
+        self._state.attachment.attach(optimizer, steps.before, steps.after, only_finite=only_finite)
 
     def prepare_sharding(self) -> None:
         """Let FSDP2 gather operands in the dtype of the matmuls; call this before ``fully_shard``.
@@ -314,6 +328,7 @@ class Sparsifier:
         projects. A sharded model still stores them: call :meth:`refresh` after its weights changed.
         """
         self._state.attachment.detach()
+        self.steps.end_watch()
         if not self._rows.is_sharded:
             for layer in self.layers.values():
                 layer.operands.store_as(None)
@@ -464,9 +479,9 @@ class Sparsifier:
             if isinstance(module, SparseLayer):
                 layers[f"{name}.weight" if name else "weight"] = module
                 module.sparse_model.sync(always=True)
-        own = self.method_tensors_of(model)
+        own = _added_to(model)
         for key, value in model.state_dict().items():
-            if key in own:
+            if key.startswith(own):
                 continue
             if key in layers:
                 yield key, dense_weight(layers[key], full=full)
@@ -479,14 +494,8 @@ class Sparsifier:
         Counters, masks, scales and adapters: what a host that saves a part of the model, such as
         the adapters of peft alone, has to save beside it.
         """
-        own = []  # keys, and beginnings of keys
-        for name, module in model.named_modules(remove_duplicate=False):
-            prefix = f"{name}." if name else ""
-            if isinstance(module, SparseLayer):
-                own.append(f"{prefix}sparsity.")
-            own += [f"{prefix}{key}" for key in module._buffers if key.startswith(BUFFERS)]
-        starts = tuple(own)
-        return {k: v for k, v in model.state_dict().items() if k.startswith(starts)}
+        own = _added_to(model)
+        return {k: v for k, v in model.state_dict().items() if k.startswith(own)}
 
     def dense_state_dict(self, *, full: bool = True) -> dict[str, Tensor]:
         """Return the state dict of the densified model, without changing the model.

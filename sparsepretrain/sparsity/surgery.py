@@ -299,7 +299,7 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
         state.attachment.detach()
         state.release(layers, gone)
         if optimizer is not None and state.operands:  # layers elsewhere train on
-            Sparsifier(state).attach(optimizer, only_finite=only_finite)
+            Sparsifier(state).hook(optimizer, only_finite=only_finite)
     if folded:
         warnings.warn(
             f"low-rank adapters were folded into {len(folded)} layers ({folded[0]}, …): their "

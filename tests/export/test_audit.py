@@ -460,10 +460,48 @@ def test_weights_under_names_that_no_loader_finds_fail(tmp_path, wrapper):
         assert found.fails and {f.kind for f in found.findings} == {"missing_layer"}
 
 
-@pytest.mark.parametrize("has_accelerate", [True, False])
-def test_a_head_that_is_left_out_is_a_note(tmp_path, monkeypatch, has_accelerate):
-    if not has_accelerate:
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+def test_a_weight_whose_bias_is_there_is_missed(tmp_path):
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(small_config("gpt2"))
+    sp.sparsify(model, "ste", targets=["*.mlp.*", "*.attn.*"])
+    sp.save_pretrained(model, tmp_path)
+    (tmp_path / "sparsity.json").unlink()
+    name = "transformer.h.0.mlp.c_fc"
+    edit(tmp_path, lambda t: t.pop(f"{name}.weight"))
+    found = audit(tmp_path, require=(2, 4))
+    assert found.fails and ("missing_layer", name) in {(f.kind, f.where) for f in found.findings}
+    assert audit(tmp_path, require=(2, 4), layers=["*.c_fc"]).fails
+    assert not audit(tmp_path, require=(2, 4), layers=["*.attn.*"]).fails  # not asked for
+
+
+CLEAN = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "bert": "BertForMaskedLM",
+    "t5": "T5ForConditionalGeneration",
+    "bart": "BartForConditionalGeneration",
+    "opt": "OPTForCausalLM",
+}
+
+
+@pytest.mark.parametrize("family", CLEAN)
+def test_clean_names_are_not_loaded(tmp_path, monkeypatch, family):
+    """Tied heads are in the files under one name, or under none."""
+    model = getattr(transformers, CLEAN[family])(small_config(family))
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr("sparsepretrain.export.audit.not_loaded", lambda directory: 1 / 0)
+    assert audit(tmp_path, require=(2, 4)).layers
+
+
+def test_without_accelerate_nothing_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    transformers.GPT2LMHeadModel(small_config("gpt2")).save_pretrained(tmp_path)
+    edit(tmp_path, lambda t: t.pop("transformer.h.0.mlp.c_fc.weight"))
+    kinds = {(f.kind, f.is_note) for f in audit(tmp_path).findings}
+    assert kinds == {("not_checked", True)}
+
+
+def test_a_head_that_is_left_out_is_a_note(tmp_path):
     torch.manual_seed(0)
     model = transformers.GPT2Model(small_config("gpt2"))
     sp.sparsify(model, "ste", targets=["*.mlp.*"])

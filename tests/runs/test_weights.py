@@ -62,7 +62,9 @@ def test_missing_checkpoints_are_named(tmp_path):
         (trained / name).mkdir(parents=True)
         (trained / name / "config.json").write_text("{}")
     os.utime(trained / "checkpoint-500/config.json", (0, 0))
-    cases.append((trained, "it has 2 below, give one of them, such as .*checkpoint-1000"))
+    cases.append(
+        (trained, "it has 2 checkpoints in subdirectories: give one, such as .*checkpoint-1000")
+    )
     for path, message in cases:
         with pytest.raises(CheckpointError, match=message) as caught:
             weights.find(path)

@@ -538,6 +538,20 @@ def test_other_layers_train_on_after_a_part_was_densified(part):
     train(model, optimizer, 4, 5)
 
 
+def test_other_layers_train_on_with_the_optimizers_of_before():
+    model = nn.ModuleDict({"a": nn.Linear(16, 16), "b": nn.Linear(16, 16)})
+    handle = sp.sparsify(model, "slope", targets=["*"], total_steps=4, adapters={"rank": 2})
+    adapters = [p for name, p in model.named_parameters() if "sparsity" in name]
+    weights = [p for name, p in model.named_parameters() if "sparsity" not in name]
+    first, second = torch.optim.SGD(weights, lr=0.1), torch.optim.SGD(adapters, lr=0.1)
+    handle.attach(first, second)
+    sp.densify(model["a"])
+    assert sp.sparsifier_of(model).optimizer is first
+    model["b"](torch.ones(2, 16)).sum().backward()
+    first.step()
+    assert sp.sparsifier_of(model).completed_steps == 1
+
+
 def test_nested_tensors_in_training_are_refused():
     model, _, _ = build("srste", dtype=torch.float32)
     x = torch.nested.nested_tensor([torch.ones(3, 16), torch.ones(5, 16)])

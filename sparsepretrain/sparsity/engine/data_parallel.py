@@ -11,6 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsepretrain.errors import ConfigError
 
+CHECKED = "_sparse_roots"
+"""Attribute of a wrapper: ids of the sparse models whose Parameters it knows."""
+
 
 def refuse_wrapped(model: nn.Module, method: str) -> None:
     """Refuse to add Parameters to a model that is wrapped, or has a wrapped part.
@@ -29,14 +32,21 @@ def require_known_parameters(root: nn.Module, method: str) -> None:
         ConfigError: there is one.
     """
     wrapper = DistributedDataParallel._active_ddp_module
-    known = getattr(wrapper, "_module_parameters", None)  # private: torch tells it nowhere else
-    if known is None:
+    # private: torch tells it nowhere else
+    known = getattr(wrapper, "_module_parameters", None)
+    if wrapper is None or known is None:
+        return
+    checked = wrapper.__dict__.setdefault(CHECKED, set())
+    if id(root) in checked:
         return
     averaged = {id(parameter) for parameter in known}
-    ignored = getattr(wrapper, "parameters_to_ignore", ())
+    for name, parameter in wrapper.module.named_parameters():
+        if name in wrapper.parameters_to_ignore:  # on purpose
+            averaged.add(id(parameter))
     for name, parameter in root.named_parameters():
-        if ".sparsity." in f".{name}" and id(parameter) not in averaged and name not in ignored:
+        if ".sparsity." in f".{name}" and id(parameter) not in averaged:
             raise _late(method)
+    checked.add(id(root))
 
 
 def _late(method: str) -> ConfigError:

@@ -256,8 +256,9 @@ class SparseLayer(nn.Module):
         matmuls = self.operands.matmuls.now(dtype, self.training)
         layer_operands = self.operands if self.training else None
         reading = self.sparse_model.clock.read()
-        if micro_batches is not None and self.sparse_model.watches_reads and target is self.weight:
-            target = self.operands.watch(target)
+        # in this order: a graph that reads the switch would be compiled again after the first step
+        if not torch.compiler.is_compiling() and self.sparse_model.watches_reads:
+            target = self.operands.watch(target) if target is self.weight else target
         # Compiled calls share number 0: a number would be a constant of the graph.
         call = 0 if micro_batches is None else self.operands.number_call()
         bias = self.bias

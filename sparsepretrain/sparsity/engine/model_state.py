@@ -89,7 +89,6 @@ class ModelState:
             root.register_state_dict_post_hook(partial(ModelState.after_state_dict, self)),
         ]
         self._warned_of_saving = False
-        self._looked_at_wrapper = False  # DistributedDataParallel, in the first forward
         self._copy: CopyWatch | None = None
         """Watch over a copy, such as an average of weights; None: this is no copy."""
         self._seen: tuple[Tensor, int] | None = None  # buffer, its version: equal to the integers
@@ -115,6 +114,11 @@ class ModelState:
         """Precision and policy of sparse matmuls; "" if matmuls are dense and follow autocast."""
         words = [str(self.precision).partition(":")[0]] if self.precision else []
         return " ".join([*words, self.policy.name] if self.policy else words)
+
+    @property
+    def adds_parameters(self) -> bool:
+        """True if the method trains Parameters of its own."""
+        return bool(self.operands) and bool(self.operands[0].state._parameters)
 
     @property
     def is_copy(self) -> bool:
@@ -241,7 +245,9 @@ class ModelState:
     def require_masks(self) -> None:
         """Refuse stored masks that are not N:M, once the method has reached its pattern."""
         if self.phase_is_final and not self.is_sharded:
-            require_masks((each.state for each in self.operands), self.method.pattern)
+            # a model that left the meta device may be loaded in pieces
+            loaded = [operands.state for operands in self.operands if operands.initialized]
+            require_masks(loaded, self.method.pattern)
 
     def after_state_dict(self, module: nn.Module, *args: Any) -> None:
         """Refuse averaged counters; warn once if another library saves the dense weights."""
@@ -392,10 +398,8 @@ class ModelState:
             if self.operands[0].is_stale(module.training):
                 self.reshard()
         self.micro_batches.root_runs(module, args)
-        if not self._looked_at_wrapper and not torch.compiler.is_compiling():
-            self._looked_at_wrapper = True
-            if any(operands.state._parameters for operands in self.operands):
-                require_known_parameters(self.root, self.method.options.name)
+        if self.adds_parameters and not torch.compiler.is_compiling():
+            require_known_parameters(self.root, self.method.options.name)
         if self._copy is not None and not torch.compiler.is_compiling():
             self.watch_copy()
 

@@ -102,8 +102,11 @@ class LayerOperands:
         if not (weight.requires_grad and weight.is_leaf and torch.is_grad_enabled()):
             return weight
         if self.outside is None:
+            if weight._backward_hooks:  # a hook of the user may change the gradient
+                return weight
             self.outside = OutsideReads(weight)
-        return self.outside.through(weight)
+        # functional_call may run the layer with other weights
+        return self.outside.through() if self.outside.weight is weight else weight
 
     def number_call(self) -> int:
         """Return the number of this training forward within its micro-batch.

@@ -2,7 +2,7 @@
 
 ``F.linear(h, layer.weight.t())`` multiplies by the stored weight, which is dense: training and the
 densified model then compute different functions, and no forward of the layer shows it. Gradients
-do: in the first step, that of the weight is compared with what the layer itself gave.
+do: in the first step, that of the weight is compared with the one of the layer's own forwards.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ class OutsideReads:
     """Gradients of one weight during the first step; about 16 values of each are kept.
 
     Args:
-        weight: leaf that requires a gradient.
+        weight: leaf that requires a gradient, without hooks, which would change it.
     """
 
     def __init__(self, weight: Tensor) -> None:
-        self._values = some_values(weight)
-        self._given: Tensor | None = None  # by the layer, in the present backward
+        self.weight = weight
         self.found: Tensor | None = None
-        """0-d bool: something else gave a gradient; None: no backward has run."""
+        """0-d bool: something else contributed to a gradient; None: no backward has shown it."""
+        self._values = some_values(weight)
+        self._own: Tensor | None = None  # contribution of the layer to the present backward
         self._handle = weight.register_hook(self._compare)
 
-    def through(self, weight: Tensor) -> Tensor:
-        """Return the weight for one forward of the layer, whose gradient is then known."""
-        alias = weight.view_as(weight)
+    def through(self) -> Tensor:
+        """Return the weight for one forward of the layer, whose contribution is then known."""
+        alias = self.weight.view_as(self.weight)
         alias.register_hook(self._add)
         return alias
 
@@ -39,16 +40,18 @@ class OutsideReads:
 
     def _add(self, grad: Tensor) -> None:
         values = some_values(grad)
-        self._given = values if self._given is None else self._given + values
+        self._own = values if self._own is None else self._own + values
 
     def _compare(self, grad: Tensor) -> None:
         """Look at the gradient of one backward; nothing waits for the device here."""
+        own, self._own = self._own, None
+        if own is None:  # of forwards that were not watched: compiled, captured, another weight
+            return
         total = some_values(grad)
-        given, self._given = self._given, None
-        rest = total if given is None else total - given
+        difference = total - own
         limit = torch.finfo(total.dtype).eps * 64 * total.abs().max()
-        outside = rest.abs() > limit
+        is_other = difference.abs() > limit
         # penalties (L1, L2, group lasso) pull every weight towards zero, and read nothing wrong
-        shrinks = (rest * self._values.to(rest) >= 0) | ~outside
-        found = outside.any() & ~shrinks.all()
+        shrinks = (difference * self._values.to(difference) >= 0) | ~is_other
+        found = is_other.any() & ~shrinks.all()
         self.found = found if self.found is None else self.found | found

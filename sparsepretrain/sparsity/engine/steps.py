@@ -19,6 +19,7 @@ from sparsepretrain.optim._initialization import creates_state, forget_step
 from sparsepretrain.sparsity.engine.attachments import frames_to_the_caller
 from sparsepretrain.sparsity.engine.layers import SparseLayer
 from sparsepretrain.sparsity.engine.model_state import ModelState
+from sparsepretrain.sparsity.engine.outside_reads import OutsideReads
 from sparsepretrain.sparsity.engine.sharing import require_unshared
 from sparsepretrain.sparsity.method import Method, title
 from sparsepretrain.sparsity.operand_table import DW, G, X
@@ -38,7 +39,8 @@ class Steps:
         self._masks_before_update: dict[str, Tensor] = {}
         self._is_real_step = True  # False in a step that only creates optimizer state
         self._checked_rounding = False  # masked decay in low precision was looked at once
-        self._checked_first = False  # what is looked at in the first step only
+        self.checked_first = False
+        """True once the first step has looked at what is looked at once."""
         self._warned_of_evaluation = False
         self._unused_closure = False  # given to the present step, and not called so far
 
@@ -58,7 +60,7 @@ class Steps:
         if any(parent._modules.get(key) is not layer for parent, key, layer in self._places):
             require_present(self.state.root, self.layers)  # or it is wrapped
         require_own_weights(self.layers)
-        if not self._checked_first:  # transformers ties weights when the embedding is resized
+        if not self.checked_first:  # transformers ties weights when the embedding is resized
             require_unshared(self.state.root, self.layers)
             require_known(self.state.root)
         require_held(self.layers, optimizer)
@@ -97,13 +99,14 @@ class Steps:
 
         Swin and BEiT do so. Compiled forwards leave no trace here, so nothing is said with them.
         """
-        if self._checked_first:
+        if self.checked_first:
             return
-        self._checked_first = True
-        self.warn_of_outside_reads()
+        self.checked_first = True
+        watches = self.end_watch()
         dynamo = sys.modules.get("torch._dynamo.utils")
         if dynamo is not None and dynamo.counters["frames"]:
             return
+        warn_of_outside_reads(watches)
         silent = [
             name
             for name, layer in self.layers.items()
@@ -121,31 +124,16 @@ class Steps:
                 stacklevel=frames_to_the_caller(),
             )
 
-    def warn_of_outside_reads(self) -> None:
-        """Warn once of layers whose weight something else reads, and end the watch."""
+    def end_watch(self) -> dict[str, OutsideReads]:
+        """End the watch over reads of the weights; return what it has seen, by layer."""
         self.state.watches_reads = False
-        watches = {name: layer.operands.outside for name, layer in self.layers.items()}
-        flags = {}
-        for name, watch in watches.items():
-            self.layers[name].operands.outside = None
+        watches = {}
+        for name, layer in self.layers.items():
+            watch, layer.operands.outside = layer.operands.outside, None
             if watch is not None:
                 watch.close()
-                if watch.found is not None:
-                    flags[name] = watch.found
-        if not flags:
-            return
-        device = next(iter(flags.values())).device
-        read = torch.stack([flag.to(device) for flag in flags.values()]).tolist()
-        if found := [name for name, flag in zip(flags, read, strict=True) if flag]:
-            more = f" and {len(found) - 1} more layers" if len(found) > 1 else ""
-            warnings.warn(
-                f"{found[0]!r}{more} has a gradient that its forward did not give: if something "
-                "else multiplies by its weight, such as a decoder that is tied by hand, that one "
-                "is dense, and densify will change what it computes (then exclude the layer); if "
-                "it is a penalty on the weights, nothing is wrong",
-                SparsePretrainWarning,
-                stacklevel=frames_to_the_caller(),
-            )
+                watches[name] = watch
+        return watches
 
     def warn_of_evaluation(self) -> None:
         """Warn once of layers that are trained in evaluation mode, where gradients are plain.
@@ -342,17 +330,19 @@ def require_known(root: nn.Module) -> None:
     A copy of a layer (``copy.deepcopy``, ``modules_to_save`` of peft) has counters of its own.
     """
     modules = set(root.modules())
+    known: dict[ModelState, set[nn.Module]] = {}  # modules of models around the root
     for name, module in root.named_modules():
         if isinstance(module, SparseLayer):
             state = module.sparse_model
-            others = set(state.root.modules())
+            if state.root not in modules and state not in known:
+                known[state] = set(state.root.modules())
             # a container, such as nn.Sequential(*model[:-1]), has the layers themselves
-            is_held = module in others and not state.is_copy
-            if not (state.root in modules or root in others or is_held):
+            is_known = state.root in modules or root in known[state]
+            if not is_known and (state.is_copy or module not in known[state]):
                 raise ConfigError(
                     f"the sparse layer {name!r} is a copy of one (copy.deepcopy, modules_to_save "
                     "of peft), whose masks and phases nothing updates: copy layers before "
-                    "sparsify, or densify the model before its parts are copied"
+                    "sparsify, or densify the whole model before its parts are copied or regrouped"
                 )
         base = getattr(module, "base_layer", None)
         if isinstance(base, SparseLayer) and len(getattr(module, "lora_magnitude_vector", ())):
@@ -425,6 +415,25 @@ def require_held(layers: Mapping[str, SparseLayer], optimizer: Optimizer) -> Non
             "that the sparsifier is attached to. If it was frozen, add it to that optimizer; after "
             "load_state_dict(assign=True), build the optimizer again and attach to it; DeepSpeed, "
             "which gives the optimizer flat partitions, is not supported"
+        )
+
+
+def warn_of_outside_reads(watches: Mapping[str, OutsideReads]) -> None:
+    """Warn once of layers whose weight something else reads."""
+    flags = {name: watch.found for name, watch in watches.items() if watch.found is not None}
+    if not flags:
+        return
+    device = next(iter(flags.values())).device
+    read = torch.stack([flag.to(device) for flag in flags.values()]).tolist()
+    if found := [name for name, flag in zip(flags, read, strict=True) if flag]:
+        more = f" and {len(found) - 1} more layers" if len(found) > 1 else ""
+        warnings.warn(
+            f"{found[0]!r}{more} has a gradient that its forward did not give: if something else "
+            "multiplies by its weight, such as a decoder that is tied by hand, that one is dense, "
+            "and densify will change what it computes (then exclude the layer); if it is a penalty "
+            "on the weights, nothing is wrong",
+            SparsePretrainWarning,
+            stacklevel=frames_to_the_caller(),
         )
 
 

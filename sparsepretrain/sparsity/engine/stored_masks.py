@@ -26,14 +26,22 @@ def require_masks(states: Iterable[LayerState], pattern: tuple[int, int]) -> Non
         ConfigError: names the first layer, with the number of its wrong groups.
     """
     n, m = pattern
+    counts = {}
     for state in states:
         mask = state._buffers.get("mask")
         if mask is None or mask.is_meta:
             continue
         nonzeros = nonzeros_per_group(unpacked(mask, state.shape), m, dim=state.dim)
-        if count := int((nonzeros > n).sum()):
-            raise ConfigError(
-                f"the mask of {state.layer_name!r} keeps more than {n} of {m} in {count:,} of "
-                f"{nonzeros.numel():,} groups: masks of several models were averaged; average "
-                "densified models and choose masks anew, or copy the buffers of one of them"
-            )
+        counts[state.layer_name] = (nonzeros > n).sum()
+    if not counts:
+        return
+    device = next(iter(counts.values())).device
+    read = torch.stack([count.to(device) for count in counts.values()]).tolist()  # one wait
+    wrong = {name: count for name, count in zip(counts, read, strict=True) if count}
+    for name, count in wrong.items():
+        more = f" (and of {len(wrong) - 1} more layers)" if len(wrong) > 1 else ""
+        raise ConfigError(
+            f"the mask of {name!r}{more} keeps more than {n} of {m} in {count:,} groups: masks of "
+            "several models were averaged; average densified models and choose masks anew, or copy "
+            "the buffers of one of them"
+        )

@@ -62,8 +62,17 @@ def test_adapters_that_a_wrapper_does_not_know_are_refused(one_rank):
     assert {*wrapped.state_dict()} == before and type(wrapped.module[0]) is nn.Linear
     assert not wrapped._forward_pre_hooks
     sp.sparsify(wrapped.module, "slope", targets=["*"], **options)
-    with pytest.raises(ConfigError, match="call sparsify first"):
-        wrapped(torch.ones(2, 16))
+    wrapped.module(torch.ones(2, 16))  # without the wrapper
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="call sparsify first"):
+            wrapped(torch.ones(2, 16))
+    ignored = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+    outer = nn.ModuleDict({"net": ignored})
+    outer.forward = lambda x: outer["net"](x)
+    sp.sparsify(ignored, "slope", targets=["*"], **options)
+    names = [name for name, _ in outer.named_parameters() if "sparsity" in name]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(outer, names)
+    DistributedDataParallel(outer)(torch.ones(2, 16))
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
     handle = sp.sparsify(model, "slope", targets=["*"], **options)
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)

@@ -64,7 +64,7 @@ def test_a_container_of_the_layers_themselves_can_be_densified():
     assert [*sp.sparsifier_of(model).layers] == ["2"]
     copied = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
     sp.sparsify(copied, "ste", targets=["*"])
-    with pytest.raises(ConfigError, match="densify the model before its parts are copied"):
+    with pytest.raises(ConfigError, match="densify the whole model before its parts"):
         sp.densify(copy.deepcopy(nn.Sequential(*list(copied.children())[:-1])))
 
 
@@ -95,7 +95,7 @@ def test_averages_of_stored_masks_are_refused(method, options, average):
     """A soup of models, or of clients, whose counters are equal."""
     model, one, two = of_equal_steps(method, options)
     soup = {k: AVERAGES[average](v, two[k]) for k, v in one.items()}
-    with pytest.raises(ConfigError, match=r"mask of '.*' keeps more than 2 of 4 in .* averaged"):
+    with pytest.raises(ConfigError, match=r"mask of '.*' .*keeps more than 2 of 4 in .* averaged"):
         model.load_state_dict(soup)
     for key, buffer in model.named_buffers():  # without a load
         buffer.copy_(soup[key])

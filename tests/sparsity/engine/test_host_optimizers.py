@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from timm.optim.lookahead import Lookahead
 from torch import nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import sparsepretrain as sp
@@ -593,6 +594,78 @@ def test_penalties_and_shared_layers_are_no_outside_reads(method, penalty):
                 loss = loss + PENALTIES[penalty]([model[0].weight, model[2].weight])
             loss.backward()
             optimizer.step()
+
+
+def eager_then_compiled(model, x):
+    model(x)
+    torch.compile(model, backend="aot_eager")(x).square().mean().backward()
+
+
+def adversarial_example(model, x):
+    model(x).square().mean().backward()
+    model.eval()
+    model(x + 1).square().mean().backward()
+    model.train()
+
+
+def inner_step_of_maml(model, x):
+    named = dict(model.named_parameters())
+    grads = torch.autograd.grad(model(x).square().mean(), [*named.values()])
+    fast = {k: p - 0.1 * g for (k, p), g in zip(named.items(), grads, strict=True)}
+    functional_call(model, fast, x).square().mean().backward()
+
+
+def with_other_leaves(model, x):
+    other = {k: p.detach().clone().requires_grad_() for k, p in model.named_parameters()}
+    (model(x) + functional_call(model, other, x)).square().mean().backward()
+
+
+def with_a_hook(model, x):
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: grad.clamp(-1e-4, 1e-4))
+    model(x).square().mean().backward()
+
+
+def mixed_modes(model, x):
+    y = model(x)
+    model.eval()
+    (y.square().mean() + model(x).square().mean()).backward()
+    model.train()
+
+
+LOOPS = (
+    eager_then_compiled,
+    adversarial_example,
+    inner_step_of_maml,
+    with_other_leaves,
+    with_a_hook,
+    mixed_modes,
+)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_other_loops_are_no_outside_reads(loop):
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    handle = sp.sparsify(model, "ste", targets=["*"])
+    optimizer = attached(handle, torch.optim.SGD(model.parameters(), lr=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SparsePretrainWarning)
+        loop(model, draw(8, 16, dtype=torch.float32))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_the_watch_over_reads_ends(steps):
+    model, optimizer, handle = build("srste")
+    train(model, optimizer, 0, steps)
+    accumulate(model, 1)
+    handle.detach()
+    assert not model.fc1.weight._backward_hooks and model.fc1.operands.outside is None
+    handle.attach(optimizer)
+    accumulate(model, 2)
+    optimizer.step()
+    accumulate(model, 3)
+    assert not model.fc1.weight._backward_hooks and model.fc1.operands.outside is None
 
 
 def test_the_watch_over_reads_changes_no_gradient():
