@@ -102,11 +102,10 @@ class Steps:
         if self.checked_first:
             return
         self.checked_first = True
-        watches = self.end_watch()
+        warn_of_outside_reads(self.end_watch())
         dynamo = sys.modules.get("torch._dynamo.utils")
         if dynamo is not None and dynamo.counters["frames"]:
             return
-        warn_of_outside_reads(watches)
         silent = [
             name
             for name, layer in self.layers.items()
