@@ -78,6 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, processes.interrupt)  # not for callers from Python
     argv = list(sys.argv[1:] if argv is None else argv)
+    if sys.flags.optimize > 1:  # transformers reads docstrings when it is imported
+        _complain("usage error: Python runs without docstrings (-OO, PYTHONOPTIMIZE=2): unset that")
+        return UsageError.exit_code
     # before torch loads OpenMP: spinning threads slow a run on a busy machine up to twenty times
     # and gain nothing on an idle one
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

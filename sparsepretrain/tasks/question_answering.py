@@ -37,7 +37,13 @@ class QuestionAnsweringOptions(RecordTaskOptions):
     def problems(self) -> Problems:
         yield from RecordTaskOptions.problems(self)
         room = self.max_length - self.max_question - 4
-        if not 0 <= self.stride < room:
+        if room <= 0:
+            yield (
+                "max_length",
+                f"leaves no room for a context after max_question={self.max_question} and four "
+                f"special tokens, got {self.max_length}: raise it, or lower max_question",
+            )
+        elif not 0 <= self.stride < room:
             yield (
                 "stride",
                 "must lie in [0, max_length - max_question - 4), the shortest window "

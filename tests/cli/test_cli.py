@@ -128,6 +128,14 @@ def test_closed_output_is_not_an_error():
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_python_without_docstrings_is_one_line():
+    command = [sys.executable, "-OO", "-m", "sparsepretrain", "train", "--cfg", "job"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert "usage error: Python runs without docstrings" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_full_disk_exits_with_4():
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "sparsepretrain", "--version"]

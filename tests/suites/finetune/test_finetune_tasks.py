@@ -15,7 +15,7 @@ from sparsepretrain.config.compose import read as read_words
 from sparsepretrain.data.encoding import ByteCodec, FileCodec
 from sparsepretrain.tasks import build_task, read
 from sparsepretrain.tasks._bases import Sample
-from sparsepretrain.tasks.question_answering import About, f1, normalize
+from sparsepretrain.tasks.question_answering import About, QuestionAnsweringOptions, f1, normalize
 from sparsepretrain.tasks.sequence_classification import _cut
 from sparsepretrain.training.assembly import build_model
 from support.finetune_cases import write_rows
@@ -248,3 +248,14 @@ def test_batches_are_equal_in_every_process(tmp_path):
     assert torch.equal(whole["targets"][4:], half["targets"])
     seen = task.batch("validation", 0, range(10), 10)["tokens"][:, 0]
     assert sorted(seen.tolist()) == [48 + i for i in range(10)]  # every sample once
+
+
+def test_windows_without_room_for_a_context_name_their_keys():
+    options = QuestionAnsweringOptions(
+        name="question_answering", tokenizer="bytes", max_length=64, stride=16, max_question=64,
+        max_answer=30, end="last",
+    )  # fmt: skip
+    ((key, problem),) = options.problems()
+    assert key == "max_length" and "no room for a context after max_question=64" in problem
+    options.max_length = 128
+    assert [*options.problems()] == []
