@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from sparsepretrain.console import Console
-from sparsepretrain.errors import ConfigError
+from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.export.claims import CONFIG, Claim, read_claims
 from sparsepretrain.export.loading import as_loaded, model_of, not_loaded
 from sparsepretrain.export.perplexity import perplexities, read_tokens
@@ -181,7 +181,7 @@ class _Place:
     kind: str
     axes: tuple[int, ...]
     shape: tuple[int, ...] = ()
-    """Of the weight of the model of config.json; (): unknown."""
+    """Shape in the model of config.json; (): unknown."""
     is_embedding: bool = False
 
 
@@ -444,6 +444,7 @@ def _are_renamed(
 
 
 def _matches(layer: str, globs: Sequence[str]) -> bool:
+    """Return True if a glob names the layer; a leading ``*.`` also matches at the root."""
     return any(fnmatchcase(f".{layer}", g) or fnmatchcase(layer, g) for g in globs)
 
 
@@ -469,12 +470,12 @@ def _of_loading(
     }
     if all(shapes.get(name) == place.shape for name, place in places.items()):
         return
-    loading = not_loaded(directory)
-    if loading is None:
-        text = "install accelerate to know whether transformers finds all layers of config.json"
+    try:
+        missing, others = not_loaded(directory)
+    except CheckpointError as error:
+        text = f"names or shapes are not those of config.json, and {error}"
         yield Finding("not_checked", directory.name, text, is_note=True)
         return
-    missing, others = loading
     # their zeros are not stored, or stored as codes, which is said elsewhere
     packed = {n.rpartition(".")[0] for n in files.stored if n.rpartition(".")[2] in PACKED}
     lost = [name for name in missing if name in places and places[name].layer not in packed]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparsepretrain.errors import CheckpointError, reason
 from sparsepretrain.export.weight_files import ModelWeights
 from sparsepretrain.models.pretrained import quiet
 
@@ -34,22 +35,27 @@ def as_loaded(directory: Path) -> ModelWeights | None:
     return None
 
 
-def not_loaded(directory: Path) -> tuple[list[str], dict[str, tuple[Any, Any]]] | None:
+def not_loaded(directory: Path) -> tuple[list[str], dict[str, tuple[Any, Any]]]:
     """Return the weights that transformers would draw at random, as it does without an error.
 
     No values are loaded: the model may be larger than the memory.
 
     Returns:
-        names that it does not find; name -> (shape in the files, shape in the model). None:
-        accelerate is missing, without which transformers loads values.
+        names that it does not find; name -> (shape in the files, shape in the model).
+
+    Raises:
+        CheckpointError: transformers cannot load the checkpoint, or accelerate is missing, without
+            which it loads values.
     """
     if importlib.util.find_spec("accelerate") is None:
-        return None
-    with contextlib.suppress(Exception), quiet(str(directory)):
-        _, info = _load(directory, ignore_mismatched_sizes=True, device_map="meta")
-        others = {name: (tuple(a), tuple(b)) for name, a, b in info["mismatched_keys"]}
-        return sorted(info["missing_keys"]), others
-    return [], {}
+        raise CheckpointError("accelerate is missing: pip install accelerate")
+    try:
+        with quiet(str(directory)):
+            _, info = _load(directory, ignore_mismatched_sizes=True, device_map="meta")
+    except Exception as error:  # of transformers, safetensors or a quantizer
+        raise CheckpointError(f"transformers cannot load {directory}: {reason(error)}") from error
+    others = {name: (tuple(a), tuple(b)) for name, a, b in info["mismatched_keys"]}
+    return sorted(info["missing_keys"]), others
 
 
 def _load(directory: Path, **options: Any) -> tuple[nn.Module, dict[str, Any]]:

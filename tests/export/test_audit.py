@@ -501,6 +501,14 @@ def test_without_accelerate_nothing_is_loaded(tmp_path, monkeypatch):
     assert kinds == {("not_checked", True)}
 
 
+def test_files_that_transformers_does_not_find_are_noted(tmp_path):
+    transformers.GPT2LMHeadModel(small_config("gpt2")).save_pretrained(tmp_path)
+    edit(tmp_path, lambda t: t.pop("transformer.h.0.mlp.c_fc.weight"))
+    (tmp_path / FILE).rename(tmp_path / "weights.safetensors")
+    (finding,) = audit(tmp_path).findings
+    assert finding.kind == "not_checked" and "transformers cannot load" in finding.text
+
+
 def test_a_head_that_is_left_out_is_a_note(tmp_path):
     torch.manual_seed(0)
     model = transformers.GPT2Model(small_config("gpt2"))
