@@ -33,8 +33,8 @@ class SparsityCallback(TrainerCallback):
     in the Trainer's logs under ``sparsity/``. Beside the files of a checkpoint, from which training
     resumes, it writes the model with the weights of evaluation: ``checkpoint-N/sparse``.
 
-    A Trainer saves of a model with adapters of peft the adapters alone. Counters and masks are
-    then written beside them, and read again when training resumes.
+    A Trainer saves only the adapters of a peft model. Counters and masks are then written beside
+    them, and read again when training resumes.
 
     Args:
         save: write ``checkpoint-N/sparse``; it takes as much space as the weights. False for models
@@ -65,8 +65,9 @@ class SparsityCallback(TrainerCallback):
         """Attach to the optimizer, which the Trainer has just made, or kept.
 
         Raises:
-            ConfigError: the model is not sparse, the optimizer lacks a sparse weight, or the model
-                has adapters and ``save`` is true, or a checkpoint without :data:`STATE`.
+            ConfigError: the model is not sparse, or the optimizer lacks a sparse weight. Of a model
+                with adapters also: ``save`` is true, or the checkpoint to resume from has no
+                :data:`STATE`, or that of another run.
         """
         if not self._is_first:
             warnings.warn(

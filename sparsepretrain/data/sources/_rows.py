@@ -146,7 +146,9 @@ class Piece:
                     raise DataError(f"{self.path}: no column {column!r} (it has {has})")
                 if known.count(column) > 1:
                     number = known.count(column)
-                    raise DataError(f"{self.path}: {number} columns are called {column!r}")
+                    raise DataError(
+                        f"{self.path}: {number} columns are called {column!r}: rename all but one"
+                    )
             batches = file.iter_batches(BATCH, row_groups=[self.begin], columns=columns)
             rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
             for index, row in enumerate(rows):

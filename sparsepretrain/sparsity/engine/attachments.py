@@ -229,6 +229,15 @@ def some_values(weight: Tensor) -> Tensor:
     return values[:: max(1, len(values) // 16)].clone()
 
 
+def read_together(values: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return 0-d tensors of bools or integers as numbers, in one wait for the device."""
+    if not values:
+        return {}
+    device = next(iter(values.values())).device
+    numbers = torch.stack([value.to(device) for value in values.values()]).tolist()
+    return dict(zip(values, numbers, strict=True))
+
+
 def frames_to_the_caller() -> int:
     """Return the ``stacklevel`` of the first caller outside torch and this package."""
     inside = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))

@@ -398,7 +398,7 @@ class ModelState:
             if self.operands[0].is_stale(module.training):
                 self.reshard()
         self.micro_batches.root_runs(module, args)
-        if self.adds_parameters and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and self.adds_parameters:
             require_known_parameters(self.root, self.method.options.name)
         if self._copy is not None and not torch.compiler.is_compiling():
             self.watch_copy()

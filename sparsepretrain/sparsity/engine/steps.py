@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.kernels import pack_rows, packed_flip_count, unpacked
 from sparsepretrain.optim._initialization import creates_state, forget_step
-from sparsepretrain.sparsity.engine.attachments import frames_to_the_caller
+from sparsepretrain.sparsity.engine.attachments import frames_to_the_caller, read_together
 from sparsepretrain.sparsity.engine.layers import SparseLayer
 from sparsepretrain.sparsity.engine.model_state import ModelState
 from sparsepretrain.sparsity.engine.outside_reads import OutsideReads
@@ -170,12 +170,8 @@ class Steps:
     def warn_of_old_tensors(self) -> None:
         """Warn if weights were initialized after ``sparsify``, from whose weights masks are."""
         known = {n: layer.operands.lost_source(layer.weight) for n, layer in self.layers.items()}
-        flags = {name: flag for name, flag in known.items() if flag is not None}
-        if not flags:
-            return
-        device = next(iter(flags.values())).device
-        read = torch.stack([flag.to(device) for flag in flags.values()]).tolist()
-        if lost := [name for name, flag in zip(flags, read, strict=True) if flag]:
+        flags = read_together({name: flag for name, flag in known.items() if flag is not None})
+        if lost := [name for name, flag in flags.items() if flag]:
             more = f" and {len(lost) - 1} more layers" if len(lost) > 1 else ""
             what = ", ".join(self.layers[lost[0]].sparsity.method_tensors)
             warnings.warn(
@@ -252,7 +248,8 @@ class Steps:
         state = self.state
         method = self.state.method
         if masks:
-            # looked up in each step: load_state_dict replaces the group dictionaries
+            # looked up in each step: load_state_dict replaces the group dictionaries; groups
+            # without a sparse weight may have no rate (`require_rates`)
             rates: Any = {id(p): g.get("lr") for g in optimizer.param_groups for p in g["params"]}
             for name, mask in masks.items():
                 weight = self.layers[name].weight
@@ -420,14 +417,10 @@ def require_held(layers: Mapping[str, SparseLayer], optimizer: Optimizer) -> Non
 def warn_of_outside_reads(watches: Mapping[str, OutsideReads]) -> None:
     """Warn once of layers whose weight something else reads."""
     flags = {name: watch.found for name, watch in watches.items() if watch.found is not None}
-    if not flags:
-        return
-    device = next(iter(flags.values())).device
-    read = torch.stack([flag.to(device) for flag in flags.values()]).tolist()
-    if found := [name for name, flag in zip(flags, read, strict=True) if flag]:
-        more = f" and {len(found) - 1} more layers" if len(found) > 1 else ""
+    if read := [name for name, flag in read_together(flags).items() if flag]:
+        more = f" and {len(read) - 1} more layers" if len(read) > 1 else ""
         warnings.warn(
-            f"{found[0]!r}{more} has a gradient that its forward did not give: if something else "
+            f"{read[0]!r}{more} has a gradient that its forward did not give: if something else "
             "multiplies by its weight, such as a decoder that is tied by hand, that one is dense, "
             "and densify will change what it computes (then exclude the layer); if it is a penalty "
             "on the weights, nothing is wrong",

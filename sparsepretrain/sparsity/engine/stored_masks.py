@@ -8,6 +8,7 @@ import torch
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import nonzeros_per_group, unpacked
+from sparsepretrain.sparsity.engine.attachments import read_together
 from sparsepretrain.sparsity.layer_state import LayerState
 
 
@@ -33,11 +34,7 @@ def require_masks(states: Iterable[LayerState], pattern: tuple[int, int]) -> Non
             continue
         nonzeros = nonzeros_per_group(unpacked(mask, state.shape), m, dim=state.dim)
         counts[state.layer_name] = (nonzeros > n).sum()
-    if not counts:
-        return
-    device = next(iter(counts.values())).device
-    read = torch.stack([count.to(device) for count in counts.values()]).tolist()  # one wait
-    wrong = {name: count for name, count in zip(counts, read, strict=True) if count}
+    wrong = {name: count for name, count in read_together(counts).items() if count}
     for name, count in wrong.items():
         more = f" (and of {len(wrong) - 1} more layers)" if len(wrong) > 1 else ""
         raise ConfigError(
