@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 INTERRUPTED = 130
-"""Exit code after SIGINT (128 + 2); a checkpoint was saved."""
+"""Exit code after SIGINT (128 + 2); a checkpoint was saved, if a step was taken."""
 
 PREEMPTED = 143
-"""Exit code after SIGTERM and a clean save (128 + 15); schedulers may requeue."""
+"""Exit code after SIGTERM (128 + 15) and a save, if a step was taken; may be requeued."""
 
 Problems = Iterator[tuple[str, str]]
 """Invalid options as (key, message)."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
@@ -216,7 +218,7 @@ def train_bpe(texts: Iterable[bytes | str], vocab_size: int) -> str:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(map(_text, texts), trainer=trainer)
+    _interruptible(lambda: tokenizer.train_from_iterator(map(_text, texts), trainer=trainer))
     tokenizer.pre_tokenizer = words
     return str(tokenizer.to_str())
 
@@ -260,7 +262,7 @@ def train_wordpiece(texts: Iterable[bytes | str], vocab_size: int, *, lowercase:
         limit_alphabet=1 + len(letters),
         show_progress=False,
     )
-    pairs.train_from_iterator(map(_text, texts), trainer=trainer)
+    _interruptible(lambda: pairs.train_from_iterator(map(_text, texts), trainer=trainer))
 
     merged = sorted(pairs.get_vocab().items(), key=lambda item: item[1])
     pieces = [t[1:] if t.startswith(mark) else f"##{t}" for t, _ in merged if t != mark]
@@ -274,6 +276,20 @@ def train_wordpiece(texts: Iterable[bytes | str], vocab_size: int, *, lowercase:
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.add_special_tokens(list(WORDPIECE_SPECIAL))
     return str(tokenizer.to_str())
+
+
+def _interruptible(work: Callable[[], object]) -> None:
+    """Do ``work``, minutes in a native library, in a thread: Ctrl-C reaches the one that waits."""
+    outcome: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()  # a process that ends does not wait for it
+    outcome.result()
 
 
 def _text(text: bytes | str) -> str:

@@ -20,7 +20,6 @@ from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import (
     ConfigError,
     DataError,
-    SparsePretrainError,
     SparsePretrainWarning,
     cannot_write,
 )
@@ -141,7 +140,7 @@ class RunDirectory:
             try:
                 with self._owning() as owner:
                     yield owner
-            except SparsePretrainError:
+            except BaseException:  # a signal too
                 if created and list(self.path.iterdir()) == [self.lock_file]:
                     self.lock_file.unlink()
                     _remove_empty(created)

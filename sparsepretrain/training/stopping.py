@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -13,6 +14,14 @@ from sparsepretrain import processes
 from sparsepretrain.errors import INTERRUPTED, PREEMPTED, CheckpointError
 
 _CODES = {signal.SIGTERM: PREEMPTED, signal.SIGINT: INTERRUPTED}
+
+
+class StoppedEarly(KeyboardInterrupt):
+    """Signal that ended work that has nothing to save: exit code of the signal."""
+
+    def __init__(self, code: int) -> None:
+        self.exit_code = code
+        super().__init__()
 
 
 class StopSignals:
@@ -25,7 +34,27 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.exit_code: int | None = None
+        self._at_once = False
         self._previous: dict[signal.Signals, Any] = {}
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Let the first signal end the work inside, which has nothing to save.
+
+        Raises:
+            StoppedEarly: after a signal, whatever a library has made of the interrupt: some turn it
+                into an error of their own, some swallow it.
+        """
+        self._at_once = True
+        try:
+            yield
+        except BaseException:
+            if self.exit_code is None:
+                raise
+        finally:
+            self._at_once = False
+        if self.exit_code is not None:
+            raise StoppedEarly(self.exit_code)
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
@@ -40,10 +69,11 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.exit_code is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if self.exit_code is None:
+        first = self.exit_code is None
+        if first:
             self.exit_code = _CODES[signal.Signals(number)]
+        if self._at_once if first else number == signal.SIGINT:
+            raise KeyboardInterrupt
 
 
 @dataclass

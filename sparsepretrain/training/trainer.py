@@ -42,7 +42,7 @@ from sparsepretrain.training.observers import Throughput
 from sparsepretrain.training.precision import describe, tf32_note
 from sparsepretrain.training.resume import choose_checkpoint, named_checkpoint
 from sparsepretrain.training.session import Session
-from sparsepretrain.training.stopping import StopSignals
+from sparsepretrain.training.stopping import StoppedEarly, StopSignals
 from sparsepretrain.training.world import World, join
 
 
@@ -61,24 +61,28 @@ def train(run: Run, console: Console | None = None, *, stop_after: int | None = 
     """
     console = console or Console()
     check_login(run.tracker)
-    with join(run) as world:
-        if not world.is_main:
-            console = Console.silent()
-        directory = RunDirectory.of(run)
-        code = 1
-        # torchrun maps all exit codes to 1, also those of a single process
-        leaves_status = world.size > 1 or started()
-        if leaves_status:
-            world.first(lambda: directory.leave_status(None))
-        try:
-            code = _train(run, directory, console, stop_after, world)
-        except SparsePretrainError as error:
-            code = error.exit_code
-            raise
-        finally:
-            if leaves_status and world.is_main:
-                directory.leave_status(code)
-        return code
+    try:
+        with join(run) as world:
+            if not world.is_main:
+                console = Console.silent()
+            directory = RunDirectory.of(run)
+            code = 1
+            # torchrun maps all exit codes to 1, also those of a single process
+            leaves_status = world.size > 1 or started()
+            if leaves_status:
+                world.first(lambda: directory.leave_status(None))
+            try:
+                code = _train(run, directory, console, stop_after, world)
+            except (SparsePretrainError, StoppedEarly) as error:
+                code = error.exit_code
+                raise
+            finally:
+                if leaves_status and world.is_main:
+                    directory.leave_status(code)
+            return code
+    except StoppedEarly as stop:  # the world was left without waiting for the others
+        console.info("stopped by a signal before a step was taken: there is nothing to save")
+        return stop.exit_code
 
 
 def _train(
@@ -96,36 +100,37 @@ def _train(
     if world.first(finished):
         return 0
     plan.require_a_sparse_step(run)
+    owner: Ownership | None = None  # of the first rank, which writes
+
+    def own() -> None:
+        nonlocal owner
+        owner = claim.enter_context(directory.claim())
+
     with StopSignals() as signals, own_warnings(console.warn), contextlib.ExitStack() as claim:
-        fresh = run.resume == "never" or not any(directory.checkpoints.glob("step_*"))
-        if fresh:
-            require_rule(run)
-        initial = weights.find(run.init.path, console.warn) if fresh and run.init.path else None
-        # before the directory is claimed: a model that cannot be built leaves no directory
-        session = build_session(run, console, initial=initial, fresh=fresh, world=world)
-        session.end = end
-        session.stop.signals = signals
-        # first in the list: the work of probes after a step is outside its time
-        session.observers.insert(0, Throughput(plan.peak_items(session)))
-        owner: Ownership | None = None  # of the first rank, which writes
-
-        def own() -> None:
-            nonlocal owner
-            owner = claim.enter_context(directory.claim())
-
-        world.first(own)
-        if world.first(finished):  # by another process
-            return 0
-        source = world.first(lambda: choose_checkpoint(directory, run, named, console))
-        if source is not None:
-            session_state.load_state_dict(
-                session, source.parts(mapped=session_state.STORED), source
-            )
-            console.info(f"continuing from {source} (step {session.step})")
-        other = source if source is named else None
-        world.first(lambda: _write_files(session, directory, source, other))
-        if fresh:
-            world.first(lambda: _write_origin(session, directory, initial))
+        with signals.at_once():  # data, weights and masks can take an hour
+            fresh = run.resume == "never" or not any(directory.checkpoints.glob("step_*"))
+            if fresh:
+                require_rule(run)
+            initial = weights.find(run.init.path, console.warn) if fresh and run.init.path else None
+            # before the directory is claimed: a model that cannot be built leaves no directory
+            session = build_session(run, console, initial=initial, fresh=fresh, world=world)
+            session.end = end
+            session.stop.signals = signals
+            # first in the list: the work of probes after a step is outside its time
+            session.observers.insert(0, Throughput(plan.peak_items(session)))
+            world.first(own)
+            if world.first(finished):  # by another process
+                return 0
+            source = world.first(lambda: choose_checkpoint(directory, run, named, console))
+            if source is not None:
+                session_state.load_state_dict(
+                    session, source.parts(mapped=session_state.STORED), source
+                )
+                console.info(f"continuing from {source} (step {session.step})")
+            other = source if source is named else None
+            world.first(lambda: _write_files(session, directory, source, other))
+            if fresh:
+                world.first(lambda: _write_origin(session, directory, initial))
         return _run(session, directory, owner, console, resumed=source is not None)
 
 

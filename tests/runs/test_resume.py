@@ -1,15 +1,19 @@
 """Stopping and continuing is invisible: same record, same bits."""
 
+import contextlib
 import os
 import signal
+from contextlib import nullcontext
 
 import pytest
 import torch
 
+from sparsepretrain.data import tokenizer
 from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.sparsity.engine.model_state import ModelState
 from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK
-from sparsepretrain.training import assembly, loop, validation
+from sparsepretrain.tasks.causal_lm import CausalLM
+from sparsepretrain.training import assembly, loop, trainer, validation
 from support.tiny_runs import assert_equal_bits, assert_same_run, final_state, interrupted, metrics
 
 
@@ -149,21 +153,41 @@ def test_signal_in_an_evaluation_is_bit_exact(tiny, plain, monkeypatch, words):
     assert "train loss" in outcome.output
 
 
-def test_signal_before_the_first_step_saves_nothing(tiny, monkeypatch):
-    original = assembly.build_model
+PREPARING = {
+    "tokenizer": (tokenizer, "train_bpe"),
+    "data": (CausalLM, "open_data"),
+    "model": (assembly, "build_model"),
+    "masks": (assembly, "sparsify_model"),
+    "claim": (trainer, "choose_checkpoint"),
+    "files": (trainer, "_write_origin"),
+}
+"""Name -> what a start calls, before its first step."""
 
-    def build_model(*args):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return original(*args)
 
-    monkeypatch.setattr(assembly, "build_model", build_model)
-    outcome = tiny.train()
-    assert outcome.code == 143
-    assert "checkpoint saved" not in outcome.output  # there is nothing to save
-    assert not list(outcome.directory.glob("checkpoints/step_*"))
-    monkeypatch.undo()
-    monkeypatch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(tiny.root / "cache"))
-    assert tiny.train().code == 0
+@pytest.mark.parametrize("moment", [*PREPARING, "swallowed"])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["term", "int"]
+)
+def test_a_signal_before_the_first_step_ends_at_once(tiny, monkeypatch, moment, number, code):
+    """Also if a library makes nothing of the interrupt; no directory is left without a run."""
+    owner, name = PREPARING.get(moment, PREPARING["data"])
+    original = getattr(owner, name)
+
+    def called(*args, **kwargs):
+        with contextlib.suppress(KeyboardInterrupt) if moment == "swallowed" else nullcontext():
+            os.kill(os.getpid(), number)
+            pytest.fail("the work went on")
+        return original(*args, **kwargs)
+
+    monkeypatch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(tiny.root / "cache"))  # nothing is prepared
+    words = ("data.tokenizer=bpe", "data.vocab_size=300", "model.vocab_size=300")
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, called)
+        outcome = tiny.train(*words)
+    assert outcome.code == code
+    assert outcome.output.count("stopped by a signal before a step was taken") == 1
+    assert outcome.directory.exists() == (moment in ("files", "swallowed"))
+    assert tiny.train(*words).code == 0
 
 
 def test_second_interrupt_is_immediate(tiny, monkeypatch):

@@ -180,7 +180,7 @@ def test_language_model_fine_tunes_on_other_text(trained, tmp_path, small_corpus
         (["task=glue/mrpc", "model=gpt2_nano"], "model comes from"),
         (["task=glue/mnli", "task.metrics=[f1]"], "f1"),
         (["task=squad"], "task.max_length must be ≤ model.n_positions (256)"),
-        (["task=squad", "task.max_length=64"], "task.stride"),
+        (["task=squad", "task.max_length=64"], "task.max_length leaves no room"),
         (["task=glue/mrpc", "data=python_qa"], "data python_qa has questions"),
         (["task=glue/mrpc", "init.weights=all"], "init.weights"),
     ],
