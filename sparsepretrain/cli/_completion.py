@@ -37,7 +37,7 @@ PATH_LISTS = {"files", "data_files", "plugins", "roots"}
 SPLITS = {"train", "validation", "test"}
 """Last parts of keys whose value may be a list of files."""
 
-DIRECTORIES = {"resume", "runs_dir", "init.path", "init.mask", "model.path"}
+DIRECTORIES = {"resume", "runs_dir", "init.path", "init.mask", "model.path", "teacher.path"}
 """Keys whose value is a directory."""
 
 VALUE = re.compile(r"(?P<head>.*[\[,]\s*|)(?P<quote>['\"]?)(?P<part>[^'\"]*)", re.DOTALL)

@@ -172,6 +172,41 @@ class FullySharded(Processes):
 
 
 @dataclass(slots=True, kw_only=True)
+class NoTeacher:
+    """Train on the loss of the task alone."""
+
+    name: Literal["none"] = "none"
+
+
+@dataclass(slots=True, kw_only=True)
+class OwnTeacher:
+    """Imitate the checkpoint that training starts from: (1-w)·CE + w·T²·KL(teacher‖student)."""
+
+    name: Literal["self"]
+    weight: Annotated[float, "[0, 1]"]
+    """w."""
+    temperature: Annotated[float, "> 0"]
+    """T."""
+
+
+@dataclass(slots=True, kw_only=True)
+class OtherTeacher:
+    """Imitate another run or checkpoint: (1-w)·CE + w·T²·KL(teacher‖student)."""
+
+    name: Literal["checkpoint"]
+    path: str | None
+    """Run directory, checkpoint, Hugging Face checkpoint or its name on the hub."""
+    weight: Annotated[float, "[0, 1]"]
+    """w."""
+    temperature: Annotated[float, "> 0"]
+    """T."""
+
+    def problems(self) -> Problems:
+        if not self.path:
+            yield "path", f"must name a run or checkpoint, got {self.path!r}: give teacher.path"
+
+
+@dataclass(slots=True, kw_only=True)
 class Tracker:
     """Mirrors of metrics.jsonl; a failing mirror never stops a run."""
 
@@ -191,6 +226,7 @@ GROUPS: dict[str, dict[str, type]] = {
         "schedule": (Decay, Warmup, StableDecay, Triangle),
         "precision": (Precision, SinglePrecision, ScaledPrecision, SimulatedFP8, TensorCoreFP8),
         "parallel": (Parallel, DataParallel, FullySharded),
+        "teacher": (NoTeacher, OwnTeacher, OtherTeacher),
     }.items()
 }
 """Group -> name -> dataclass of this file."""

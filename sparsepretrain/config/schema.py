@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 from sparsepretrain import registry
-from sparsepretrain.config.groups import Tracker
+from sparsepretrain.config.groups import NoTeacher, Tracker
 from sparsepretrain.errors import Problems
 from sparsepretrain.files import is_plain_name
 
@@ -139,6 +139,7 @@ class Run:
     tracker: Tracker
     probe: dict[str, Any] = field(default_factory=dict)
     """Name of a probe -> its options; probes do not change training."""
+    teacher: Any = field(default_factory=NoTeacher)
     experiment: str | None = None
     """Name of the experiment file, if one was chosen."""
 
@@ -161,6 +162,11 @@ class Run:
         if not is_plain_name(self.name):
             shown = self.name if len(self.name) <= 60 else f"{self.name[:60]}…"
             yield "name", f"must be a plain directory name of at most 200 bytes, got {shown!r}"
+        if getattr(self.teacher, "name", "none") == "self" and self.init.path is None:
+            yield (
+                "teacher",
+                "expected none or checkpoint if init.path is null, got self: nothing to imitate",
+            )
         yield from self._kept()
         yield from _fitting(self)
         if self.parallel is not None:

@@ -159,6 +159,15 @@ def open_codec(file: Path | None) -> Codec:
     return ByteCodec() if file is None else FileCodec(file)
 
 
+def token_ids(file: Path | None) -> dict[str, int]:
+    """Return token -> id of a tokenizer.json; None: of :func:`byte_tokenizer`."""
+    from tokenizers import Tokenizer
+
+    if file is None:
+        return dict(Tokenizer.from_str(byte_tokenizer()).get_vocab())
+    return dict(Tokenizer.from_file(str(file)).get_vocab())
+
+
 def declared_end(file: Path) -> str | None:
     """Return the end-of-text token that a file beside a tokenizer.json names, or None.
 

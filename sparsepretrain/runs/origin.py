@@ -93,6 +93,22 @@ def require_same(file: Path, run: object) -> None:
             )
 
 
+def require_known(file: Path, path: str, run: object) -> None:
+    """Refuse to continue a run with another source than it has had.
+
+    Args:
+        file: ``source.json`` of the run.
+        path: the source now.
+        run: its name in the message.
+    """
+    known = [str(each["path"]) for each in read_json(file)["sources"]] if file.is_file() else []
+    if place_of(path) not in map(place_of, known):
+        raise CheckpointError(
+            f"{path} is not among the sources that {run} started with ({', '.join(known)}): its "
+            "run has gone on; name the checkpoint itself, under another name="
+        )
+
+
 def describe(paths: Sequence[str]) -> str:
     """Return the content of ``source.json``: the sources of a run and their fingerprints."""
     sources = [{"path": path, "files": fingerprint(path)} for path in paths]

@@ -96,6 +96,11 @@ class Task(ABC):
                     yield f"task.{key}", f"must be ≤ model.{limit} ({most}), got {length}"
 
     @property
+    def has_classes(self) -> bool:
+        """True if every item is one of several classes, of which :meth:`logits` are the logits."""
+        return False
+
+    @property
     def capacity(self) -> int:
         """Maximum tokens of one sample in the layers; 0: all samples have equally many."""
         return 0
@@ -134,6 +139,18 @@ class Task(ABC):
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         """Return (sum, count) in fp32: exact under accumulation and data parallelism."""
+
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the logits of every item and of padding, (…, classes), if ``has_classes``."""
+        raise NotImplementedError
+
+    def loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
+        """Return the sum of :meth:`loss` from the result of :meth:`logits`."""
+        raise NotImplementedError
+
+    def is_item(self, batch: Batch) -> Tensor | None:
+        """Return True for items and False for padding, (…), as :meth:`logits`; None: no padding."""
+        return None
 
     def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
         """Evaluate one micro-batch.

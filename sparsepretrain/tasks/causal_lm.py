@@ -39,6 +39,7 @@ class CausalLM(WindowTask):
 
     Options = CausalLMOptions
     complete = True
+    has_classes = True
 
     def batch(self, split: str, step: int, positions: Sequence[int], size: int) -> Batch:
         """Return ``tokens`` and ``targets``, both (len(positions), sequence_length) int64.
@@ -63,8 +64,14 @@ class CausalLM(WindowTask):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         """Return (Σ negative log-likelihood in nats, number of target tokens)."""
-        logits = self.recipe.logits(model, batch["tokens"])
-        targets = batch["targets"]
+        return self.loss_of(self.logits(model, batch), batch), self.count(batch)
+
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        return self.recipe.logits(model, batch["tokens"])
+
+    def loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
         compiled = self.compiles_loss
-        loss = cross_entropy(logits, targets, compiled=compiled, ignore_index=-1)
-        return loss, self.count(batch)
+        return cross_entropy(logits, batch["targets"], compiled=compiled, ignore_index=-1)
+
+    def is_item(self, batch: Batch) -> Tensor | None:
+        return batch["targets"] >= 0 if batch.get("padding") else None

@@ -83,6 +83,7 @@ class ImageClassification(Task):
     kind = "images"
     unit = "images"
     metric = "top1"
+    has_classes = True
 
     @staticmethod
     def conflicts(options: Any, model: Any, data: Any) -> Problems:
@@ -148,7 +149,12 @@ class ImageClassification(Task):
 
         Cross-entropy against a mixture of targets is the mixture of the cross-entropies.
         """
-        logits = widen(self.recipe.logits(model, batch["images"]))
+        return self.loss_of(self.logits(model, batch), batch), self.count(batch)
+
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        return widen(self.recipe.logits(model, batch["images"]))
+
+    def loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
         smoothing = self.options.label_smoothing
 
         def losses(labels: Tensor) -> Tensor:
@@ -158,11 +164,11 @@ class ImageClassification(Task):
         if "partners" in batch:
             shares = batch["shares"]
             total = shares * total + (1 - shares) * losses(batch["partners"])
-        return total.sum(), self.count(batch)
+        return total.sum()
 
     def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
         """Return cross-entropy without smoothing, and top-1 and top-5 accuracy in percent."""
-        logits = widen(self.recipe.logits(model, batch["images"]))
+        logits = self.logits(model, batch)
         labels = batch["labels"]
         count = self.count(batch)
         best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices

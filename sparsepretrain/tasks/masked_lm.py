@@ -46,6 +46,7 @@ class MaskedLM(WindowTask):
     Options = MaskedLMOptions
     unit = "masked tokens"
     complete = False
+    has_classes = True
 
     @staticmethod
     def conflicts(options: Any, model: Any, data: Any) -> Problems:
@@ -87,18 +88,19 @@ class MaskedLM(WindowTask):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         """Return (Σ negative log-likelihood of the selected tokens in nats, their number)."""
-        logits = self._logits(model, batch)
-        compiled = self.compiles_loss
-        return cross_entropy(logits, batch["targets"], compiled=compiled), self.count(batch)
+        return self.loss_of(self.logits(model, batch), batch), self.count(batch)
+
+    def loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
+        return cross_entropy(logits, batch["targets"], compiled=self.compiles_loss)
 
     def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
-        logits = self._logits(model, batch)
+        logits = self.logits(model, batch)
         targets = batch["targets"]
         count = self.count(batch)
         right = (logits.argmax(-1) == targets).sum()
         return {"loss": (cross_entropy(logits, targets), count), "accuracy": (100 * right, count)}
 
-    def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         return self.recipe.logits(model, batch["tokens"], batch["positions"])
 
 

@@ -59,6 +59,7 @@ class Translation(Task):
     kind = "pairs"
     sample = "buckets of pairs"
     metric = "bleu"
+    has_classes = True
 
     @property
     def capacity(self) -> int:
@@ -142,20 +143,23 @@ class Translation(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         """Return (Σ label-smoothed cross-entropy in nats, number of target tokens)."""
-        logits = self._logits(model, batch)
-        smoothing = self.options.label_smoothing
-        loss = cross_entropy(
-            logits, batch["targets"], compiled=self.compiles_loss, label_smoothing=smoothing
-        )
-        return loss, self.count(batch)
+        return self.loss_of(self.logits(model, batch), batch), self.count(batch)
 
-    def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
+        smoothing = self.options.label_smoothing
+        compiled = self.compiles_loss
+        return cross_entropy(logits, batch["targets"], compiled=compiled, label_smoothing=smoothing)
+
+    def is_item(self, batch: Batch) -> Tensor | None:
+        return batch["targets"] != IGNORED
+
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         inputs = (batch[key] for key in ("source", "mask", "previous"))
         return self.recipe.logits(model, *inputs)
 
     def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
         """Return sums of both losses; with ``final`` and ``bleu`` also hypotheses."""
-        logits = self._logits(model, batch).detach()
+        logits = self.logits(model, batch).detach()
         count = self.count(batch)
         smoothings = {"loss": self.options.label_smoothing, "nll": 0.0}
         seen: Observation = {

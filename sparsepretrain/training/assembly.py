@@ -30,13 +30,14 @@ from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.training import compilation
 from sparsepretrain.training.batches import TrainingBatches
 from sparsepretrain.training.classes import class_names, named_classes, order_classes
+from sparsepretrain.training.distillation import DistillationLoss, Teacher
 from sparsepretrain.training.ema import EMA
 from sparsepretrain.training.fixed_masks import (
     keep_fixed_masks,
     require_fixed_mask,
     wanda_masks,
 )
-from sparsepretrain.training.gradients import gradients
+from sparsepretrain.training.gradients import Loss, gradients
 from sparsepretrain.training.guard import Guard
 from sparsepretrain.training.identity import weights_hash
 from sparsepretrain.training.observer import Probe
@@ -65,6 +66,7 @@ def build_session(
     initial: WeightSource | None = None,
     fresh: bool = False,
     world: World | None = None,
+    teacher: Teacher | None = None,
 ) -> Session:
     """Build everything the loop touches; prepares offline data, writes no run directory.
 
@@ -75,6 +77,7 @@ def build_session(
         initial: checkpoint of ``init.path`` to load; None: weights are drawn at random.
         fresh: no checkpoint of the run will be loaded: apply ``init.mask``.
         world: ranks that train together; None: only this process.
+        teacher: model to imitate; None: the loss is that of the task alone.
     """
     world = world or World.single(run.parallel.device)
     set_numerics(run.precision, deterministic=run.deterministic)
@@ -128,6 +131,10 @@ def build_session(
         recompute_blocks(model)
     forward_model = compilation.compiled(model, scope.mode)
     task.compiles_loss = scope.loss
+    if teacher is None:
+        loss = Loss(task, forward_model)
+    else:
+        loss = DistillationLoss(task, forward_model, teacher.compiled(scope.mode))
     count = run.batch.size // (run.batch.micro * world.size)
     share = range(world.rank * count, (world.rank + 1) * count)
     ema = None if run.ema is None else EMA(model, run.ema)
@@ -145,7 +152,7 @@ def build_session(
         batches=TrainingBatches(
             task, run.batch.size, run.batch.micro, world.device, run.workers, share
         ),
-        gradients=gradients(run.parallel, task, forward_model, world),
+        gradients=gradients(run.parallel, loss, world),
         guard=Guard(run.guard),
         observers=[FlipObserver(sparsifier), *([] if ema is None else [Averaging()])],
         ema=ema,

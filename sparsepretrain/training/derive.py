@@ -28,6 +28,7 @@ SET_BY_CHECKPOINT = (
     "sparsity",
     "optim",
     "schedule",
+    "teacher",
     "experiment",
     "steps",
     "epochs",

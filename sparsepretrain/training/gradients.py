@@ -8,7 +8,7 @@ in the gradient: SDGP's epsilon of 1e-4 moves its losses by 9e-4.
 import contextlib
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -23,14 +23,17 @@ from sparsepretrain.training.world import World
 class Loss(nn.Module):
     """Loss of a task as a module, so that DistributedDataParallel wraps the whole computation."""
 
+    terms: ClassVar[tuple[str, ...]] = ()
+    """Names of further sums over the items, for the record."""
+
     def __init__(self, task: Task, model: nn.Module) -> None:
         super().__init__()
         self.task = task
         self.model = model
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Return the sum of the loss over the items of ``batch``."""
-        return self.task.loss(self.model, batch)[0]
+    def forward(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Return the sum of the loss over the items of ``batch``, then those of ``terms``."""
+        return (self.task.loss(self.model, batch)[0],)
 
 
 class Gradients:
@@ -38,7 +41,10 @@ class Gradients:
 
     Attributes:
         loss: module that the loop calls for each micro-batch, inside :meth:`micro_batch`.
+        terms: :attr:`Loss.terms` of it.
     """
+
+    terms: tuple[str, ...] = ()
 
     def __init__(self, loss: nn.Module, world: World) -> None:
         self.loss = loss
@@ -143,10 +149,17 @@ class Tree(Gradients):
 
 
 def gradients(
-    parallel: Parallel | DataParallel | FullySharded, task: Task, model: nn.Module, world: World
+    parallel: Parallel | DataParallel | FullySharded, loss: Loss, world: World
 ) -> Gradients:
     """Build the reduction of the group ``parallel`` for a sparse and perhaps sharded model."""
-    loss = Loss(task, model)
+    made = _reduction(parallel, loss, world)
+    made.terms = loss.terms
+    return made
+
+
+def _reduction(
+    parallel: Parallel | DataParallel | FullySharded, loss: Loss, world: World
+) -> Gradients:
     if not isinstance(parallel, FullySharded) and parallel.reduction == "tree":
         return Tree(loss, world)
     if world.size == 1:

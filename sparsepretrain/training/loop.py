@@ -67,6 +67,7 @@ def run_steps(
             numbers = {"loss": step.loss, "lr": step.lr, "grad_norm": step.grad_norm}
             require_finite_weights(session.model, session.parameters, session.world, session.step)
             line = {"step": session.step, "tokens": session.counters.tokens, **numbers}
+            line |= step.terms
             per_layer = _every(run.log.layers_every, session.step)
             for observer in session.observers:
                 line |= observer.at_log(session, per_layer=per_layer)
@@ -102,7 +103,7 @@ def train_step(session: Session) -> Step:
             f"step {session.step + 1}: the batch has no target tokens (all labels are ignored)"
         )
     totals = _totals(session)
-    _gradients(session, batches, items, totals.losses)
+    _gradients(session, batches, items, totals.sums)
     # A stop request travels with the losses: it costs no further collective, and every rank reads
     # it at the same step.
     requested = session.stop.requested
@@ -245,12 +246,13 @@ def _step_if_finite(optimizer: Any, step: Step, previous: Step | None) -> None:
         del optimizer.grad_scale, optimizer.found_inf
 
 
-def _gradients(session: Session, batches: list[Batch], items: int, losses: Tensor) -> None:
+def _gradients(session: Session, batches: list[Batch], items: int, sums: Tensor) -> None:
     """Compute scaled gradients of the global batch; write the losses of own micro-batches."""
-    for index, loss in _losses(session, session.step, batches):
+    for index, loss, *terms in _losses(session, session.step, batches):
         # by the global count: gradients do not depend on how items are divided into micro-batches
         session.scaler.scale(loss / items).backward()
-        losses[index] = loss.detach()
+        for row, value in zip(sums, (loss.detach(), *terms), strict=True):
+            row[index] = value
     session.gradients.reduce()
 
 
@@ -273,8 +275,8 @@ def _items(session: Session, batches: list[Batch]) -> int:
     return items if session.world.size == 1 else int(session.world.sum(torch.tensor(items)))
 
 
-def _losses(session: Session, step: int, batches: list[Batch]) -> Iterator[tuple[int, Tensor]]:
-    """Yield number and loss of each own micro-batch of ``step``, summed over its items.
+def _losses(session: Session, step: int, batches: list[Batch]) -> Iterator[tuple[Any, ...]]:
+    """Yield number, loss and its terms of each own micro-batch of ``step``, summed over its items.
 
     The number is within the global batch. All random draws depend on it, so they are the same for
     every world size.
@@ -286,23 +288,24 @@ def _losses(session: Session, step: int, batches: list[Batch]) -> Iterator[tuple
         seed_draws(session.run.seed, step, index)
         with session.gradients.micro_batch(last=index == session.batches.share[-1]):
             with autocast(session.run.precision, session.device):
-                loss = session.gradients.loss(batch)
-            yield index, loss
+                sums = session.gradients.loss(batch)
+            yield index, *sums
 
 
 def _totals(session: Session) -> Totals:
     """Return zeros for the losses of the global batch, and no request to stop."""
-    return Totals.zeros(session.run.batch.size // session.run.batch.micro, session.device)
+    count = session.run.batch.size // session.run.batch.micro
+    return Totals.zeros(count, session.device, session.gradients.terms)
 
 
 @torch.no_grad()
 def training_loss(session: Session, step: int, batches: list[Batch]) -> float:
     """Return the loss that training in ``step`` would report with the present weights."""
     totals = _totals(session)
-    for index, loss in _losses(session, step, batches):
-        totals.losses[index] = loss
+    for index, loss, *_ in _losses(session, step, batches):
+        totals.sums[0, index] = loss
     session.world.sum(totals.both)
-    return sum_in_order(totals.losses.tolist()) / _items(session, batches)
+    return sum_in_order(totals.sums[0].tolist()) / _items(session, batches)
 
 
 def _logs(session: Session) -> bool:

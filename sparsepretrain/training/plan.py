@@ -32,6 +32,7 @@ from sparsepretrain.training.hardware import peak_flops
 from sparsepretrain.training.precision import compute_dtype, describe
 from sparsepretrain.training.schedules import learning_rate, warmup_steps
 from sparsepretrain.training.session import Session
+from sparsepretrain.training.teacher import FoundTeacher, find_teacher
 from sparsepretrain.training.tracing import StepCost, step_cost
 from sparsepretrain.training.world import World
 
@@ -51,9 +52,11 @@ def dry_run(run: Run, console: Console) -> None:
     require_a_sparse_step(run)
     device = World.single(run.parallel.device).device
     task = build_task(run)
+    teacher = find_teacher(run, console.warn)
     model = build_model(task, META)
     cost = step_cost(run, task, model)
     flops = cost.flops
+    every = flops + (0 if teacher is None else teacher.flops)
     saved = cost.saved
     items = cost.items
     inputs = layer_inputs(run, task, model)
@@ -61,7 +64,7 @@ def dry_run(run: Run, console: Console) -> None:
     coverage = sparsifier.coverage()
     console.info(str(coverage))
     micro_batches = run.batch.size // run.batch.micro
-    matmuls = matmul_flops(run, sparsifier, inputs, flops)
+    matmuls = matmul_flops(run, sparsifier, inputs, every)
     parameters = sum(p.numel() for p in model.parameters())
     each, other = bytes_per_entry(run, sparsifier.method)
     averages = 0 if run.ema is None else 4 * parameters
@@ -73,6 +76,8 @@ def dry_run(run: Run, console: Console) -> None:
     stored = averages + sum(n * own for n, own in zip(entries, kept, strict=True))
     shards = shard_memory(run, model, sparsifier, others + sparse - entries[1] * other.operands)
     state = others + sparse if shards is None else sum(shards)
+    if teacher is not None:
+        state += 4 * teacher.parameters / (run.nproc if shards is not None else 1)
     on_gpu = device.type == "cuda"
     device_bytes = torch.cuda.get_device_properties(device).total_memory if on_gpu else None
     rows = [
@@ -96,6 +101,7 @@ def dry_run(run: Run, console: Console) -> None:
             f"\n{(others + sparse + saved) / dense:.3f} of what a dense run needs",
         ),
         ("checkpoint", f"{size(stored)}: weights, moments{' and averages' if averages else ''}"),
+        *teacher_rows(teacher, flops),
         *shard_rows(run, shards),
         (
             "steps",
@@ -104,7 +110,7 @@ def dry_run(run: Run, console: Console) -> None:
             f"{task.unit} in all",
         ),
         ("precision, device", f"{describe(run.precision)}, {device}"),
-        ("compute", duration(run, device, flops * run.steps)),
+        ("compute", duration(run, device, every * run.steps)),
         *compile_rows(run, device, cost),
         *micro_rows(run, model, cost, state, device_bytes),
     ]
@@ -120,6 +126,18 @@ def compile_rows(run: Run, device: torch.device, cost: StepCost) -> list[tuple[s
     if run.probe:
         why = "probes need blocks that are not compiled"
     return [("compile", f"auto: {scope_of(run, device, seconds).mode} ({why})")]
+
+
+def teacher_rows(teacher: FoundTeacher | None, flops: float) -> list[tuple[str, str]]:
+    """Return the line about a teacher; ``flops``: of a step of the student."""
+    if teacher is None:
+        return []
+    text = (
+        f"{teacher.source.path}: {teacher.parameters / 1e6:.1f}M parameters, "
+        f"{size(4 * teacher.parameters)} in addition; its forward adds "
+        f"{teacher.flops / flops:.0%} to the FLOPs of a step"
+    )
+    return [("teacher", text)]
 
 
 class ShardMemory(NamedTuple):
@@ -229,6 +247,7 @@ def check(run: Run) -> None:
     device = World.single(run.parallel.device).device
     task = build_task(run)
     sparsify_model(run, task, build_model(task, META), device)
+    find_teacher(run, lambda line: None)
 
 
 def size(number: float) -> str:

@@ -19,7 +19,7 @@ from sparsepretrain.training.precision import compute_dtype
 from sparsepretrain.training.world import World
 
 
-def shard(run: Run, model: nn.Module, sparsifier: Sparsifier, world: World) -> None:
+def shard(run: Run, model: nn.Module, sparsifier: Sparsifier | None, world: World) -> None:
     """Shard ``model`` in place, block by block; gradients become sums over all ranks.
 
     A block is gathered for its forward and again for its backward; parameters outside blocks are
@@ -28,7 +28,7 @@ def shard(run: Run, model: nn.Module, sparsifier: Sparsifier, world: World) -> N
     Args:
         run: of ``parallel=fsdp``.
         model: on the CPU with the initial weights; on all but the first process on the meta device.
-        sparsifier: of it, not attached.
+        sparsifier: of it, not attached; None: it is a teacher, which has no backward.
         world: of more than one process.
     """
     options = run.parallel
@@ -38,7 +38,8 @@ def shard(run: Run, model: nn.Module, sparsifier: Sparsifier, world: World) -> N
     given = dict(chain(model.named_parameters(), model.named_buffers()))
     if not world.is_main:
         _materialize(model)
-    sparsifier.prepare_sharding()
+    if sparsifier is not None:
+        sparsifier.prepare_sharding()
     policy = MixedPrecisionPolicy()
     if dtype == torch.bfloat16:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -46,7 +47,8 @@ def shard(run: Run, model: nn.Module, sparsifier: Sparsifier, world: World) -> N
         fully_shard(
             module,
             mesh=mesh if options.replicas > 1 else mesh["shards"],
-            reshard_after_forward=options.reshard_after_forward,
+            # a backward that follows at once would gather the parameters outside blocks again
+            reshard_after_forward=True if sparsifier is None else options.reshard_after_forward,
             mp_policy=policy,
         )
     for part in _sharded(model):  # both settings are those of one module

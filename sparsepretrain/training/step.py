@@ -26,17 +26,21 @@ class Totals:
     """
 
     both: Tensor
-    """fp64; a loss per micro-batch of the global batch, then a flag per code of :data:`ENDS`."""
+    """fp64; a loss per micro-batch of the global batch, then each of its terms in the same way,
+    then a flag per code of :data:`ENDS`."""
+    terms: tuple[str, ...] = ()
+    """Names of the terms."""
 
     @classmethod
-    def zeros(cls, micro_batches: int, device: torch.device) -> Totals:
+    def zeros(cls, micro_batches: int, device: torch.device, terms: tuple[str, ...] = ()) -> Totals:
         """Return totals without losses and requests."""
-        return cls(torch.zeros(micro_batches + len(ENDS), dtype=torch.float64, device=device))
+        length = micro_batches * (1 + len(terms)) + len(ENDS)
+        return cls(torch.zeros(length, dtype=torch.float64, device=device), terms)
 
     @property
-    def losses(self) -> Tensor:
-        """Sum of the loss over the items of each micro-batch, (micro-batches,)."""
-        return self.both[: -len(ENDS)]
+    def sums(self) -> Tensor:
+        """Sum over the items of each micro-batch, (1 + terms, micro-batches); the loss first."""
+        return self.both[: -len(ENDS)].view(1 + len(self.terms), -1)
 
     @property
     def stop_flags(self) -> Tensor:
@@ -87,6 +91,8 @@ class Step:
             self._copied.record()
         self._numbers: tuple[float, float] | None = None
         self._accepted = False
+        self.terms: dict[str, float] = {}
+        """Means of the terms of the loss over the items, once the numbers are read."""
 
     def judge(self) -> bool:
         """Wait for loss and norm; return False if the guard refuses the step.
@@ -98,7 +104,12 @@ class Step:
             if self._copied is not None:
                 self._copied.synchronize()
             *values, norm = self._copy.tolist()
-            loss = sum_in_order(values[: -len(ENDS)]) / self.items
+            count = (len(values) - len(ENDS)) // (1 + len(self.totals.terms))
+            loss, *terms = (
+                sum_in_order(values[start : start + count]) / self.items
+                for start in range(0, len(values) - len(ENDS), count)
+            )
+            self.terms = dict(zip(self.totals.terms, terms, strict=True))
             flags = zip(ENDS, values[-len(ENDS) :], strict=True)
             self.stop = next((code for code, ranks in flags if ranks), None)
             self._accepted = self.guard(self, loss, norm)

@@ -43,6 +43,12 @@ from sparsepretrain.training.precision import describe, tf32_note
 from sparsepretrain.training.resume import choose_checkpoint, named_checkpoint
 from sparsepretrain.training.session import Session
 from sparsepretrain.training.stopping import StoppedEarly, StopSignals
+from sparsepretrain.training.teacher import (
+    FoundTeacher,
+    find_teacher,
+    load_teacher,
+    require_same_tokens,
+)
 from sparsepretrain.training.world import World, join
 
 
@@ -113,7 +119,15 @@ def _train(
                 require_rule(run)
             initial = weights.find(run.init.path, console.warn) if fresh and run.init.path else None
             # before the directory is claimed: a model that cannot be built leaves no directory
-            session = build_session(run, console, initial=initial, fresh=fresh, world=world)
+            found = find_teacher(run, console.warn)
+            if found is not None and not fresh:
+                origin.require_known(directory.source_file, str(found.source.path), directory)
+            teacher = load_teacher(run, found, console, world) if found is not None else None
+            session = build_session(
+                run, console, initial=initial, fresh=fresh, world=world, teacher=teacher
+            )
+            if found is not None:
+                require_same_tokens(found, session.task.tokenizer_file)
             session.end = end
             session.stop.signals = signals
             # first in the list: the work of probes after a step is outside its time
@@ -130,7 +144,7 @@ def _train(
             other = source if source is named else None
             world.first(lambda: _write_files(session, directory, source, other))
             if fresh:
-                world.first(lambda: _write_origin(session, directory, initial))
+                world.first(lambda: _write_origin(session, directory, initial, found))
         return _run(session, directory, owner, console, resumed=source is not None)
 
 
@@ -163,13 +177,20 @@ def _write_files(
     directory.write(directory.environment_file, json.dumps(about, indent=1) + "\n")
 
 
-def _write_origin(session: Session, directory: RunDirectory, initial: WeightSource | None) -> None:
+def _write_origin(
+    session: Session,
+    directory: RunDirectory,
+    initial: WeightSource | None,
+    found: FoundTeacher | None,
+) -> None:
     """Write the fingerprints of what the run starts from, and files of its export."""
     mask = session.run.init.mask
     sources = [] if initial is None else [str(initial.path)]
     sources += [] if mask in RULES else [str(masks_file(mask).absolute())]
+    if found is not None:
+        sources.append(origin.place_of(str(found.source.path)))
     if sources:
-        directory.write(directory.source_file, origin.describe(sources))
+        directory.write(directory.source_file, origin.describe(list(dict.fromkeys(sources))))
     if initial is None:
         return
     own = derive.tokenizer_file(initial)

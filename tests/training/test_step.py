@@ -60,7 +60,7 @@ def test_diverged_step_and_the_next_one_update_nothing_and_training_can_go_on(ti
     weight = t.model.transformer.h[0].mlp.c_fc.weight
     if poisoned == "the loss":
         loss = t.gradients.loss
-        t.gradients.loss = lambda batch: loss(batch) * float("nan")
+        t.gradients.loss = lambda batch: (loss(batch)[0] * float("nan"),)
     else:
         hook = weight.register_hook(lambda grad: grad * float("inf"))
     train_step(t)

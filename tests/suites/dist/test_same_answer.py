@@ -11,6 +11,7 @@ import pytest
 
 from support.ranks import VARIANTS, Case, train_with, variant
 from support.same_answer import FP64, KINDS, alone, assert_equal_masks, check, drift
+from support.tiny_runs import metrics
 
 
 @pytest.mark.timeout(900)
@@ -38,6 +39,28 @@ def test_every_method(tiny, size, kind):
     many = train_with(tiny, size, cases)
     for case in cases:
         check(kind, alone(tiny, case.words), many[case.name])
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(900)
+def test_a_teacher_of_two_processes(tiny):
+    """Whole on each with DistributedDataParallel, sharded with FSDP2."""
+    source = alone(tiny, (*variant("dense"), *KINDS["fp64"], "steps=3"))
+    start = (*KINDS["fp64"], f"init.path='{source}'", "teacher=self")
+    words = {name: (*variant(name), *start) for name in ("srste", "sste")}
+    cases = [
+        Case(f"{name} {parallel}", own, parallel=(f"parallel={parallel}",))
+        for name, own in words.items()
+        for parallel in ("ddp", "fsdp")
+    ]
+    many = train_with(tiny, 2, cases)
+    for case in cases:
+        one = alone(tiny, case.words)
+        check("fp64", one, many[case.name])
+        terms = [
+            [line["kl"] for line in metrics(run) if "kl" in line] for run in (one, many[case.name])
+        ]
+        assert terms[0] == pytest.approx(terms[1], rel=1e-9) and min(terms[0]) > 0
 
 
 @pytest.mark.dist
