@@ -299,7 +299,10 @@ def _choose(parsed: Overrides, group: str, value: Any, options: list[str]) -> st
     if choice in options:
         parsed.choices[group] = choice
         return ""
-    return f"{group} has no option {choice!r}{suggestion(choice, options)}"
+    problem = f"{group} has no option {choice!r}{suggestion(choice, options)}"
+    if group == "teacher":
+        problem += f"; for a checkpoint write teacher=checkpoint teacher.path={choice}"
+    return problem
 
 
 def quote(text: str) -> str:

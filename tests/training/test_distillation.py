@@ -131,6 +131,15 @@ def test_resume_is_bit_exact_and_the_teacher_is_not_saved(tiny, dense, stop_afte
     assert_same_run(whole, interrupted(tiny, stop_after, (3,), *words))
 
 
+@pytest.mark.slow  # inductor compiles both models
+def test_a_compiled_teacher_teaches_the_same(tiny, dense):
+    words = (f"init.path='{dense()}'", "sparsity=sste", "teacher=self", "model.dropout=0")
+    runs = [metrics(tiny.train(*words, f"compile={mode}").directory) for mode in ("none", "blocks")]
+    for eager, compiled in zip(*runs, strict=True):
+        keys = eager.keys() & {"loss", "kl"}
+        assert [compiled[k] for k in keys] == pytest.approx([eager[k] for k in keys], rel=1e-4)
+
+
 def test_micro_batches_change_nothing(tiny, dense):
     words = (f"init.path='{dense()}'", "sparsity=srste", "teacher=self", *EXACT)
     one, two = (metrics(tiny.train(*words, f"batch.micro={n}").directory) for n in (4, 1))
@@ -218,6 +227,7 @@ def test_a_checkpoint_of_transformers_teaches(tiny, tmp_path, family):
         (("teacher=checkpoint", "teacher.path=/tmp", "teacher.weight=2"), ConfigError, "weight"),
         (("teacher=checkpoint", "teacher.path=/tmp", "teacher.temperature=0"), ConfigError, "temp"),
         (("teacher=nobody",), ConfigError, "teacher has no option 'nobody'"),
+        (("teacher='a/b'",), ConfigError, "write teacher=checkpoint teacher.path=a/b"),
     ],
 )
 def test_bad_options_are_refused(tiny, words, error, text):
