@@ -23,7 +23,8 @@ def broken(own, batch):
         time.sleep(3600)
     if kind in ("SIGKILL", "SIGTERM"):
         os.kill(os.getpid(), getattr(signal, kind))
-    return forward(own, batch) * (float("nan") if kind == "nan" else 1)
+    loss, *terms = forward(own, batch)
+    return (loss * float("nan") if kind == "nan" else loss, *terms)
 
 
 gradients.Loss.forward = broken

@@ -67,11 +67,10 @@ def inject_at(kind: str, owner: Any, name: str, number: int) -> None:
     def result(value: Any) -> Any:
         if kind.endswith(" late"):
             happen()
-        if kind == "nan loss":
-            return value * torch.nan
-        if kind == "jump":
-            return value * 1e3
-        return NaNGradient.apply(value) if kind == "nan gradient" else value
+        if kind not in CHANGES:
+            return value
+        loss, *terms = value
+        return CHANGES[kind](loss), *terms
 
     _change(owner, name, number, (lambda: None) if kind.endswith(" late") else happen, result)
 
@@ -104,3 +103,11 @@ class NaNGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return grad * torch.nan
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "nan loss": lambda loss: loss * torch.nan,
+    "jump": lambda loss: loss * 1e3,
+    "nan gradient": NaNGradient.apply,
+}
+"""Kind -> what becomes of the loss of a micro-batch."""

@@ -94,7 +94,7 @@ MUTANTS: dict[str, list[Any]] = {
         patch.object(gradients, "_sum", mean),
         patch.object(FSDPModule, "set_gradient_divide_factor", lambda own, factor: None),
         patch.object(FSDPModule, "set_force_sum_reduction_for_comms", lambda own, enable: None),
-        patch.object(gradients.Loss, "forward", lambda own, batch: 2 * loss(own, batch)),
+        patch.object(gradients.Loss, "forward", lambda own, batch: (2 * loss(own, batch)[0],)),
     ],
     "mean of blocks": [
         patch.object(FSDPModule, "set_gradient_divide_factor", factor_of_root),
