@@ -1,5 +1,7 @@
 """The trainer on a device that says cuda:0: numbers of a CPU run, no mixup, no needless wait."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch.utils._pytree import tree_map
@@ -21,9 +23,11 @@ WAITS = {
     ("event", "training/step.py:judge"),  # loss and gradient norm of the step before
     ("tolist", "optim/_step_adamw.py:step"),  # STEP's dense phase: the change of second moments
     ("tolist", "sparsity/methods/asp.py:take_remarks"),  # at the step that chooses a fixed mask
-    ("tolist", "sparsity/engine/steps.py:warn_of_old_tensors"),  # at the first step
 }
 """Of an optimizer step, each at most once."""
+
+AT_FIRST = {("tolist", "sparsity/engine/attachments.py:read_together"): 2}
+"""Of the first step: weights that changed before it, and those that something else reads."""
 
 TIMED = ("tokens_per_second", "data_wait", "mfu_dense")
 """Of a line of the record, what depends on the clock."""
@@ -73,13 +77,13 @@ def three_steps(tiny, words, *, watched=False):
     session = tiny.build(*words)
     sparsifier, found, compiled = session.sparsifier, [], []
     variants = RECORD.variants
-    for _ in range(3):
+    for number in range(3):
         RECORD.clear()
         values = loop.train_step(session)
         found.append((values.loss, values.grad_norm))
         if watched:
-            assert set(RECORD.waits) <= WAITS, RECORD.waits
-            assert max(RECORD.waits[wait] for wait in WAITS) <= 1
+            allowed = dict.fromkeys(WAITS, 1) | (AT_FIRST if number == 0 else {})
+            assert RECORD.waits <= Counter(allowed), RECORD.waits
             method = sparsifier.method
             compiled.append(
                 (method.phase.row, method.pattern, {k: len(v) for k, v in variants.items()})
