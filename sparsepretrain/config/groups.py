@@ -179,31 +179,34 @@ class NoTeacher:
 
 
 @dataclass(slots=True, kw_only=True)
-class OwnTeacher:
-    """Imitate the checkpoint that training starts from: (1-w)·CE + w·T²·KL(teacher‖student)."""
+class Distillation:
+    """Imitate a teacher: the loss of an item is (1-w)·CE + w·T²·KL(teacher‖student)."""
 
-    name: Literal["self"]
+    name: str
     weight: Annotated[float, "[0, 1]"]
     """w."""
     temperature: Annotated[float, "> 0"]
-    """T."""
+    """T: the KL is that of the softmax of both logits divided by it."""
 
 
 @dataclass(slots=True, kw_only=True)
-class OtherTeacher:
-    """Imitate another run or checkpoint: (1-w)·CE + w·T²·KL(teacher‖student)."""
+class OwnTeacher(Distillation):
+    """The teacher is the checkpoint that training starts from."""
+
+    name: Literal["self"]
+
+
+@dataclass(slots=True, kw_only=True)
+class OtherTeacher(Distillation):
+    """The teacher is another run or checkpoint."""
 
     name: Literal["checkpoint"]
     path: str | None
     """Run directory, checkpoint, Hugging Face checkpoint or its name on the hub."""
-    weight: Annotated[float, "[0, 1]"]
-    """w."""
-    temperature: Annotated[float, "> 0"]
-    """T."""
 
     def problems(self) -> Problems:
         if not self.path:
-            yield "path", f"must name a run or checkpoint, got {self.path!r}: give teacher.path"
+            yield "path", f"must name a run or a checkpoint, got {self.path!r}"
 
 
 @dataclass(slots=True, kw_only=True)

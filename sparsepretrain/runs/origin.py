@@ -77,13 +77,7 @@ def require_same(file: Path, run: object) -> None:
     Raises:
         CheckpointError: the checkpoint is there and has other files.
     """
-    if not file.is_file():
-        return
-    try:
-        sources = {str(each["path"]): dict(each["files"]) for each in read_json(file)["sources"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}): remove it") from error
-    for path, files in sources.items():
+    for path, files in _recorded(file).items():
         now = fingerprint(path)
         changed = sorted(k for k in files.keys() | now.keys() if files.get(k) != now.get(k))
         if now and changed:
@@ -94,18 +88,20 @@ def require_same(file: Path, run: object) -> None:
 
 
 def require_known(file: Path, path: str, run: object) -> None:
-    """Refuse to continue a run with another source than it has had.
+    """Refuse to continue a run with another teacher than it has had.
+
+    Weights that a run starts from are read once; a teacher is read at every start.
 
     Args:
         file: ``source.json`` of the run.
-        path: the source now.
+        path: the checkpoint that is the teacher now.
         run: its name in the message.
     """
-    known = [str(each["path"]) for each in read_json(file)["sources"]] if file.is_file() else []
+    known = _recorded(file)
     if place_of(path) not in map(place_of, known):
         raise CheckpointError(
-            f"{path} is not among the sources that {run} started with ({', '.join(known)}): its "
-            "run has gone on; name the checkpoint itself, under another name="
+            f"{path} is not among the sources that {run} started with ({', '.join(known)}): if the "
+            "run there has trained on, start again under another name= and give that checkpoint"
         )
 
 
@@ -113,6 +109,16 @@ def describe(paths: Sequence[str]) -> str:
     """Return the content of ``source.json``: the sources of a run and their fingerprints."""
     sources = [{"path": path, "files": fingerprint(path)} for path in paths]
     return json.dumps({"sources": sources}, indent=1) + "\n"
+
+
+def _recorded(file: Path) -> dict[str, dict[str, str]]:
+    """Return path -> fingerprint of the sources in ``source.json``; empty without the file."""
+    if not file.is_file():
+        return {}
+    try:
+        return {str(each["path"]): dict(each["files"]) for each in read_json(file)["sources"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}): remove it") from error
 
 
 def _sampled_hash(file: Path) -> str:

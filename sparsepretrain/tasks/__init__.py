@@ -96,11 +96,6 @@ class Task(ABC):
                     yield f"task.{key}", f"must be ≤ model.{limit} ({most}), got {length}"
 
     @property
-    def has_classes(self) -> bool:
-        """True if every item is one of several classes, of which :meth:`logits` are the logits."""
-        return False
-
-    @property
     def capacity(self) -> int:
         """Maximum tokens of one sample in the layers; 0: all samples have equally many."""
         return 0
@@ -140,18 +135,6 @@ class Task(ABC):
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         """Return (sum, count) in fp32: exact under accumulation and data parallelism."""
 
-    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the logits of every item and of padding, (…, classes), if ``has_classes``."""
-        raise NotImplementedError
-
-    def loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
-        """Return the sum of :meth:`loss` from the result of :meth:`logits`."""
-        raise NotImplementedError
-
-    def is_item(self, batch: Batch) -> Tensor | None:
-        """Return True for items and False for padding, (…), as :meth:`logits`; None: no padding."""
-        return None
-
     def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
         """Evaluate one micro-batch.
 
@@ -173,6 +156,30 @@ class Task(ABC):
         Rates and scores are percentages. Override for metrics that are not means.
         """
         return averages(observations)
+
+
+class ScoredTask(Task):
+    """Task whose loss is computed from scores of the items."""
+
+    @property
+    def has_classes(self) -> bool:
+        """True if every item is one of several classes and its scores are their logits."""
+        return True
+
+    @abstractmethod
+    def scores(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the scores of every item and of padding, (…, classes) if ``has_classes``."""
+
+    @abstractmethod
+    def total(self, scores: Tensor, batch: Batch) -> Tensor:
+        """Return the summed loss of a batch from its :meth:`scores`."""
+
+    def is_item(self, batch: Batch) -> Tensor | None:
+        """Return (…) bool: which :meth:`scores` belong to items; None: there is no padding."""
+        return None
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+        return self.total(self.scores(model, batch), batch), self.count(batch)
 
 
 def widen(x: Tensor) -> Tensor:
@@ -200,15 +207,25 @@ def cross_entropy(
     flat = targets.reshape(-1)
     if compiled and torch.is_grad_enabled():
         return _compiled_total()(rows, flat, **options)
-    total: Any = functools.partial(_total, **options)
-    length = max(1, LOGITS_AT_ONCE // logits.shape[-1])
+    return sum_in_chunks(functools.partial(_total, **options), rows, flat)
+
+
+def sum_in_chunks(total: Callable[..., Tensor], rows: Tensor, *others: Tensor) -> Tensor:
+    """Add up ``total`` of chunks of rows, which the backward computes again.
+
+    Args:
+        total: called with rows of all tensors; returns their sum, 0-d.
+        rows: (n, classes); a chunk has at most :data:`LOGITS_AT_ONCE` of its entries.
+        others: (n, …).
+    """
+    length = max(1, LOGITS_AT_ONCE // rows.shape[-1])
     if len(rows) <= length:
-        return total(rows, flat)
-    parts = [
-        checkpoint(total, *part, use_reentrant=False, preserve_rng_state=False)
-        for part in zip(rows.split(length), flat.split(length), strict=True)
-    ]
-    return sum(parts[1:], start=parts[0])
+        return total(rows, *others)
+    chunks = zip(*(tensor.split(length) for tensor in (rows, *others)), strict=True)
+    first, *rest = (
+        checkpoint(total, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks
+    )
+    return sum(rest, start=first)
 
 
 def _total(rows: Tensor, targets: Tensor, **options: Any) -> Tensor:

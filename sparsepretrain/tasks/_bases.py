@@ -21,10 +21,10 @@ from sparsepretrain.data.tokenizer import tokenizer
 from sparsepretrain.data.tokens import TokenData
 from sparsepretrain.errors import DataError, Problems
 from sparsepretrain.models import Head, Headable
-from sparsepretrain.tasks import Batch, Observation, Progress, Task, averages, widen
+from sparsepretrain.tasks import Batch, Observation, Progress, ScoredTask, averages, widen
 
 
-class WindowTask(Task):
+class WindowTask(ScoredTask):
     """Task on windows of ``options.sequence_length`` tokens of packed documents.
 
     With ``options.replacement`` each training window is drawn independently, from any start. With
@@ -108,7 +108,7 @@ class Sample:
     """Information for the metrics."""
 
 
-class RecordTask(Task):
+class RecordTask(ScoredTask):
     """Task on records in memory with a head on the model's backbone.
 
     Samples and items are sequences, encoded when the data is opened.
@@ -133,10 +133,6 @@ class RecordTask(Task):
     @abstractmethod
     def encode(self, records: list[dict[str, Any]], codec: Codec) -> list[Sample]:
         """Encode ``records`` in order."""
-
-    @abstractmethod
-    def total(self, scores: Tensor, batch: Batch) -> Tensor:
-        """Return the summed loss of a batch from the fp32 scores of its head."""
 
     @abstractmethod
     def predictions(self, scores: Tensor, batch: Batch) -> Observation:
@@ -208,9 +204,6 @@ class RecordTask(Task):
         """Return the fp32 scores of the head."""
         inputs = (batch[key] for key in ("tokens", "mask", "second"))
         return widen(self.recipe.scores(model, *inputs))
-
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-        return self.total(self.scores(model, batch), batch), self.count(batch)
 
     def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
         scores = self.scores(model, batch)

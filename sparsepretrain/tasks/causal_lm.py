@@ -39,7 +39,6 @@ class CausalLM(WindowTask):
 
     Options = CausalLMOptions
     complete = True
-    has_classes = True
 
     def batch(self, split: str, step: int, positions: Sequence[int], size: int) -> Batch:
         """Return ``tokens`` and ``targets``, both (len(positions), sequence_length) int64.
@@ -62,16 +61,13 @@ class CausalLM(WindowTask):
     def count(self, batch: Batch) -> int:
         return int(batch["targets"].numel() - batch.get("padding", 0))
 
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-        """Return (Σ negative log-likelihood in nats, number of target tokens)."""
-        return self.loss_of(self.logits(model, batch), batch), self.count(batch)
-
-    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+    def scores(self, model: nn.Module, batch: Batch) -> Tensor:
         return self.recipe.logits(model, batch["tokens"])
 
-    def loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
+    def total(self, scores: Tensor, batch: Batch) -> Tensor:
+        """Return Σ negative log-likelihood of the target tokens in nats."""
         compiled = self.compiles_loss
-        return cross_entropy(logits, batch["targets"], compiled=compiled, ignore_index=-1)
+        return cross_entropy(scores, batch["targets"], compiled=compiled, ignore_index=-1)
 
     def is_item(self, batch: Batch) -> Tensor | None:
         return batch["targets"] >= 0 if batch.get("padding") else None

@@ -16,7 +16,14 @@ from sparsepretrain.data.order import Shuffle
 from sparsepretrain.data.preparation import load
 from sparsepretrain.errors import Problems
 from sparsepretrain.registry import register
-from sparsepretrain.tasks import Batch, Observation, Progress, Task, cross_entropy, widen
+from sparsepretrain.tasks import (
+    Batch,
+    Observation,
+    Progress,
+    ScoredTask,
+    cross_entropy,
+    widen,
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,7 +78,7 @@ class ImageClassificationOptions:
 
 
 @register("task", "image_classification")
-class ImageClassification(Task):
+class ImageClassification(ScoredTask):
     """Classification with one label per image.
 
     Augmentation of a sample is a function of (seed, epoch, position in the epoch). Mixup and cutmix
@@ -83,7 +90,6 @@ class ImageClassification(Task):
     kind = "images"
     unit = "images"
     metric = "top1"
-    has_classes = True
 
     @staticmethod
     def conflicts(options: Any, model: Any, data: Any) -> Problems:
@@ -144,21 +150,18 @@ class ImageClassification(Task):
     def count(self, batch: Batch) -> int:
         return int(batch["labels"].numel())
 
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-        """Return (Σ cross-entropy in nats against smoothed and mixed targets, images).
+    def scores(self, model: nn.Module, batch: Batch) -> Tensor:
+        return widen(self.recipe.logits(model, batch["images"]))
+
+    def total(self, scores: Tensor, batch: Batch) -> Tensor:
+        """Return Σ cross-entropy in nats against smoothed and mixed targets.
 
         Cross-entropy against a mixture of targets is the mixture of the cross-entropies.
         """
-        return self.loss_of(self.logits(model, batch), batch), self.count(batch)
-
-    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        return widen(self.recipe.logits(model, batch["images"]))
-
-    def loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
         smoothing = self.options.label_smoothing
 
         def losses(labels: Tensor) -> Tensor:
-            return F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+            return F.cross_entropy(scores, labels, reduction="none", label_smoothing=smoothing)
 
         total = losses(batch["labels"])
         if "partners" in batch:
@@ -168,7 +171,7 @@ class ImageClassification(Task):
 
     def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
         """Return cross-entropy without smoothing, and top-1 and top-5 accuracy in percent."""
-        logits = self.logits(model, batch)
+        logits = self.scores(model, batch)
         labels = batch["labels"]
         count = self.count(batch)
         best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices

@@ -46,7 +46,6 @@ class MaskedLM(WindowTask):
     Options = MaskedLMOptions
     unit = "masked tokens"
     complete = False
-    has_classes = True
 
     @staticmethod
     def conflicts(options: Any, model: Any, data: Any) -> Problems:
@@ -86,22 +85,20 @@ class MaskedLM(WindowTask):
     def count(self, batch: Batch) -> int:
         return int(batch["targets"].numel())
 
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-        """Return (Σ negative log-likelihood of the selected tokens in nats, their number)."""
-        return self.loss_of(self.logits(model, batch), batch), self.count(batch)
+    def scores(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the logits of the selected tokens, (selected, vocabulary)."""
+        return self.recipe.logits(model, batch["tokens"], batch["positions"])
 
-    def loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
-        return cross_entropy(logits, batch["targets"], compiled=self.compiles_loss)
+    def total(self, scores: Tensor, batch: Batch) -> Tensor:
+        """Return Σ negative log-likelihood of the selected tokens in nats."""
+        return cross_entropy(scores, batch["targets"], compiled=self.compiles_loss)
 
     def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
-        logits = self.logits(model, batch)
+        logits = self.scores(model, batch)
         targets = batch["targets"]
         count = self.count(batch)
         right = (logits.argmax(-1) == targets).sum()
         return {"loss": (cross_entropy(logits, targets), count), "accuracy": (100 * right, count)}
-
-    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        return self.recipe.logits(model, batch["tokens"], batch["positions"])
 
 
 def selected(probability: float, eligible: int) -> int:

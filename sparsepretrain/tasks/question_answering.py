@@ -77,6 +77,7 @@ class QuestionAnswering(RecordTask):
     metric = "f1"
     outputs = 2
     target = (0, 0)
+    has_classes = False  # the classes are positions, two for each item
 
     def encode(self, records: list[dict[str, Any]], codec: Codec) -> list[Sample]:
         questions = codec.encode([record["question"].strip() for record in records])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparsepretrain.data.encoding import Codec
 from sparsepretrain.errors import ConfigError, Problems, needs
@@ -67,12 +67,6 @@ class SequenceClassification(RecordTask):
     def has_classes(self) -> bool:
         """True unless labels are real numbers."""
         return not self.regression
-
-    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        return self.scores(model, batch)
-
-    def loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
-        return self.total(logits, batch)
 
     def encode(self, records: list[dict[str, Any]], codec: Codec) -> list[Sample]:
         """Encode texts in the tokenizer's template; truncate the longer of a pair first."""

@@ -17,7 +17,7 @@ from sparsepretrain.data.order import Buckets, pad
 from sparsepretrain.data.preparation import load
 from sparsepretrain.errors import DataError, Problems, needs
 from sparsepretrain.registry import register
-from sparsepretrain.tasks import Batch, Observation, Progress, Task, averages, cross_entropy
+from sparsepretrain.tasks import Batch, Observation, Progress, ScoredTask, averages, cross_entropy
 
 IGNORED = -100
 """Target at padding, ignored by the loss."""
@@ -48,7 +48,7 @@ class TranslationOptions:
 
 
 @register("task", "translation")
-class Translation(Task):
+class Translation(ScoredTask):
     """Translation of bucketed sentence pairs; items are target tokens, end included.
 
     A micro-batch of several buckets is padded to the longest, which wastes tokens: prefer
@@ -59,7 +59,6 @@ class Translation(Task):
     kind = "pairs"
     sample = "buckets of pairs"
     metric = "bleu"
-    has_classes = True
 
     @property
     def capacity(self) -> int:
@@ -141,25 +140,22 @@ class Translation(Task):
     def count(self, batch: Batch) -> int:
         return int(batch["count"])
 
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-        """Return (Σ label-smoothed cross-entropy in nats, number of target tokens)."""
-        return self.loss_of(self.logits(model, batch), batch), self.count(batch)
-
-    def loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
+    def total(self, scores: Tensor, batch: Batch) -> Tensor:
+        """Return Σ label-smoothed cross-entropy of the target tokens in nats."""
         smoothing = self.options.label_smoothing
         compiled = self.compiles_loss
-        return cross_entropy(logits, batch["targets"], compiled=compiled, label_smoothing=smoothing)
+        return cross_entropy(scores, batch["targets"], compiled=compiled, label_smoothing=smoothing)
 
     def is_item(self, batch: Batch) -> Tensor | None:
         return batch["targets"] != IGNORED
 
-    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+    def scores(self, model: nn.Module, batch: Batch) -> Tensor:
         inputs = (batch[key] for key in ("source", "mask", "previous"))
         return self.recipe.logits(model, *inputs)
 
     def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
         """Return sums of both losses; with ``final`` and ``bleu`` also hypotheses."""
-        logits = self.logits(model, batch).detach()
+        logits = self.scores(model, batch).detach()
         count = self.count(batch)
         smoothings = {"loss": self.options.label_smoothing, "nll": 0.0}
         seen: Observation = {

@@ -26,7 +26,7 @@ from sparsepretrain.sparsity.engine.own_forwards import layer_family
 from sparsepretrain.sparsity.matmuls.policy import SparseMatmulPolicy
 from sparsepretrain.sparsity.method import FineTuning
 from sparsepretrain.sparsity.schedule import Window
-from sparsepretrain.tasks import Task, build_task
+from sparsepretrain.tasks import ScoredTask, Task, build_task
 from sparsepretrain.training import compilation
 from sparsepretrain.training.batches import TrainingBatches
 from sparsepretrain.training.classes import class_names, named_classes, order_classes
@@ -131,9 +131,9 @@ def build_session(
         recompute_blocks(model)
     forward_model = compilation.compiled(model, scope.mode)
     task.compiles_loss = scope.loss
-    if teacher is None:
-        loss = Loss(task, forward_model)
-    else:
+    loss = Loss(task, forward_model)
+    if teacher is not None:
+        assert isinstance(task, ScoredTask)  # teachers of other tasks were refused
         loss = DistillationLoss(task, forward_model, teacher.compiled(scope.mode))
     count = run.batch.size // (run.batch.micro * world.size)
     share = range(world.rank * count, (world.rank + 1) * count)

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from sparsepretrain.config.groups import OtherTeacher, OwnTeacher
-from sparsepretrain.tasks import LOGITS_AT_ONCE, Batch, Task, widen
+from sparsepretrain.config.groups import Distillation
+from sparsepretrain.tasks import Batch, ScoredTask, sum_in_chunks, widen
 from sparsepretrain.training import compilation
 from sparsepretrain.training.gradients import Loss
 
@@ -24,8 +23,8 @@ from sparsepretrain.training.gradients import Loss
 class Teacher:
     """Model to imitate, in eval mode, without gradients; never trained, never saved."""
 
-    options: OwnTeacher | OtherTeacher
-    task: Task
+    options: Distillation
+    task: ScoredTask
     """The task of the run with the teacher's kind of model."""
     model: nn.Module
 
@@ -35,8 +34,8 @@ class Teacher:
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> Tensor:
-        """Return the logits of the teacher for ``batch``, as those of the student."""
-        return self.task.logits(self.model, batch)
+        """Return the logits of the teacher for ``batch``, (…, classes), as those of the student."""
+        return self.task.scores(self.model, batch)
 
 
 class DistillationLoss(Loss):
@@ -44,7 +43,9 @@ class DistillationLoss(Loss):
 
     terms = ("cross_entropy", "kl")
 
-    def __init__(self, task: Task, model: nn.Module, teacher: Teacher) -> None:
+    task: ScoredTask
+
+    def __init__(self, task: ScoredTask, model: nn.Module, teacher: Teacher) -> None:
         super().__init__(task, model)
         self._teacher = teacher  # no submodule: DistributedDataParallel would copy its weights
 
@@ -52,7 +53,7 @@ class DistillationLoss(Loss):
         """Return the sums over the items of the loss, the cross-entropy and KL, without T²."""
         options = self._teacher.options
         expected = self._teacher.logits(batch)
-        logits = self.task.logits(self.model, batch)
+        logits = self.task.scores(self.model, batch)
         kl = kl_divergence(
             logits,
             expected,
@@ -60,7 +61,7 @@ class DistillationLoss(Loss):
             self.task.is_item(batch),
             compiled=self.task.compiles_loss,
         )
-        cross_entropy = self.task.loss_of(logits, batch)
+        cross_entropy = self.task.total(logits, batch)
         share = options.weight
         loss = (1 - share) * cross_entropy + share * options.temperature**2 * kl
         return loss, cross_entropy.detach(), kl.detach()
@@ -76,8 +77,7 @@ def kl_divergence(
 ) -> Tensor:
     """Return Σ KL(softmax(expected/T) ‖ softmax(logits/T)) over items in nats, accumulated in fp32.
 
-    As :func:`sparsepretrain.tasks.cross_entropy`, chunks that the backward recomputes keep no fp32
-    copies of all logits; compiled, no such copies exist.
+    Memory is saved as in :func:`sparsepretrain.tasks.cross_entropy`: no fp32 copies of all logits.
 
     Args:
         logits: (…, classes), of the student; fp64 stays fp64.
@@ -89,25 +89,18 @@ def kl_divergence(
     classes = logits.shape[-1]
     keep = torch.ones_like(logits[..., 0], dtype=torch.bool) if is_item is None else is_item
     parts = (logits.reshape(-1, classes), expected.reshape(-1, classes), keep.reshape(-1))
-    total = functools.partial(_total, temperature=temperature)
     if compiled and torch.is_grad_enabled():
         result: Tensor = _compiled_total()(*parts, temperature=temperature)
         return result
-    length = max(1, LOGITS_AT_ONCE // classes)
-    if len(parts[0]) <= length:
-        return total(*parts)
-    chunks = zip(*(part.split(length) for part in parts), strict=True)
-    sums: list[Tensor] = [
-        checkpoint(total, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks
-    ]
-    return torch.stack(sums).sum()
+    total = functools.partial(_total, temperature=temperature)
+    return sum_in_chunks(total, *parts)
 
 
 def _total(logits: Tensor, expected: Tensor, keep: Tensor, *, temperature: float) -> Tensor:
     log_q = (widen(logits) / temperature).log_softmax(-1)
     log_p = (widen(expected) / temperature).log_softmax(-1)
     p = log_p.exp()
-    # a class that the teacher excludes (logit -inf) contributes 0, not 0·∞
+    # a class that the teacher excludes (logit -inf) adds 0; with F.kl_div it would be NaN, 0·∞
     terms = torch.where(p > 0, p * (log_p - log_q), 0.0)
     return torch.where(keep, terms.sum(-1), 0.0).sum()
 

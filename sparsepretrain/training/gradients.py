@@ -152,21 +152,17 @@ def gradients(
     parallel: Parallel | DataParallel | FullySharded, loss: Loss, world: World
 ) -> Gradients:
     """Build the reduction of the group ``parallel`` for a sparse and perhaps sharded model."""
-    made = _reduction(parallel, loss, world)
-    made.terms = loss.terms
-    return made
-
-
-def _reduction(
-    parallel: Parallel | DataParallel | FullySharded, loss: Loss, world: World
-) -> Gradients:
+    made: Gradients
     if not isinstance(parallel, FullySharded) and parallel.reduction == "tree":
-        return Tree(loss, world)
-    if world.size == 1:
-        return Gradients(loss, world)
-    if isinstance(parallel, FullySharded):
-        return Sharded(loss, world, reduce_each=parallel.reduce_each)
-    return Summed(loss, world)
+        made = Tree(loss, world)
+    elif world.size == 1:
+        made = Gradients(loss, world)
+    elif isinstance(parallel, FullySharded):
+        made = Sharded(loss, world, reduce_each=parallel.reduce_each)
+    else:
+        made = Summed(loss, world)
+    made.terms = loss.terms  # here, as Summed wraps the loss
+    return made
 
 
 # DistributedDataParallel reads these annotations: they cannot be strings

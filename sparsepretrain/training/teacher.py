@@ -20,7 +20,7 @@ from sparsepretrain.runs import weights
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.sparsity import densify
-from sparsepretrain.tasks import Task, build_task
+from sparsepretrain.tasks import ScoredTask, build_task
 from sparsepretrain.training.assembly import META, build_model, evaluated_model, require_finite
 from sparsepretrain.training.classes import class_names, is_reordered, named_classes, order_classes
 from sparsepretrain.training.derive import tokenizer_file
@@ -38,7 +38,7 @@ class FoundTeacher:
     """Teacher that fits its run, not loaded."""
 
     source: WeightSource
-    task: Task
+    task: ScoredTask
     """Task of the run with the teacher's kind of model."""
     parameters: int
     flops: float
@@ -55,9 +55,7 @@ def find_teacher(run: Run, warn: Callable[[str], None]) -> FoundTeacher | None:
     options = run.teacher
     if options.name == "none":
         return None
-    student = build_task(run)
-    if not student.has_classes:
-        raise _refusal(f"task={run.task.name} predicts no classes; expected none")
+    student = _scored(run)
     path = run.init.path if options.name == "self" else options.path
     source = weights.find(str(path), warn)
     if source.run is not None and source.run.path.resolve() == RunDirectory.of(run).path.resolve():
@@ -128,21 +126,29 @@ def require_same_tokens(found: FoundTeacher, file: Path | None) -> None:
         )
 
 
-def _task_of(source: WeightSource, run: Run) -> Task:
+def _scored(run: Run) -> ScoredTask:
+    """Return the task of ``run``, whose items have to be classes."""
+    task = build_task(run)
+    if not isinstance(task, ScoredTask) or not task.has_classes:
+        raise _refusal(f"task={run.task.name} has no classes to compare; expected teacher=none")
+    return task
+
+
+def _task_of(source: WeightSource, run: Run) -> ScoredTask:
     """Return the task of ``run`` for the kind of model that the teacher is."""
     if source.config is None:
         options = PretrainedOptions(name="", family="pretrained", path=str(source.path))
-        return build_task(replace(run, model=options))
+        return _scored(replace(run, model=options))
     before = source.config["task"]["name"]
     if before != run.task.name:
         raise _refusal(
             f"expected a teacher that was trained with task={run.task.name}, got {source.path}, "
             f"which was trained with {before}"
         )
-    return build_task(replace(run, model=validate({**source.config, "plugins": []}).model))
+    return _scored(replace(run, model=validate({**source.config, "plugins": []}).model))
 
 
-def _positions(task: Task) -> int | None:
+def _positions(task: ScoredTask) -> int | None:
     """Return the longest sequence that the model of ``task`` reads; None: any."""
     options = task.model_options
     for key in ("n_positions", "max_position_embeddings"):
@@ -152,10 +158,10 @@ def _positions(task: Task) -> int | None:
     return None if limit is None else int(limit)
 
 
-def _classes(task: Task, model: nn.Module) -> int:
+def _classes(task: ScoredTask, model: nn.Module) -> int:
     """Return the number of classes of the logits of a model on the meta device."""
     with tracing(model), torch.no_grad():
-        return int(task.logits(model, task.example(1, META)).shape[-1])
+        return int(task.scores(model, task.example(1, META)).shape[-1])
 
 
 def _load_weights(found: FoundTeacher, model: nn.Module, console: Console) -> None:

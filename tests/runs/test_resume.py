@@ -171,12 +171,12 @@ PREPARING = {
 def test_a_signal_before_the_first_step_ends_at_once(tiny, monkeypatch, moment, number, code):
     """Also if a library makes nothing of the interrupt; no directory is left without a run."""
     owner, name = PREPARING.get(moment, PREPARING["data"])
-    original = getattr(owner, name)
+    original, went_on = getattr(owner, name), []
 
     def called(*args, **kwargs):
         with contextlib.suppress(KeyboardInterrupt) if moment == "swallowed" else nullcontext():
             os.kill(os.getpid(), number)
-            pytest.fail("the work went on")
+            went_on.append(name)
         return original(*args, **kwargs)
 
     monkeypatch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(tiny.root / "cache"))  # nothing is prepared
@@ -184,7 +184,7 @@ def test_a_signal_before_the_first_step_ends_at_once(tiny, monkeypatch, moment, 
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, called)
         outcome = tiny.train(*words)
-    assert outcome.code == code
+    assert outcome.code == code and not went_on
     assert outcome.output.count("stopped by a signal before a step was taken") == 1
     assert outcome.directory.exists() == (moment in ("files", "swallowed"))
     assert tiny.train(*words).code == 0
