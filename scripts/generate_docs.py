@@ -150,7 +150,10 @@ def overview(_: str, path: Path) -> str:
         papers = re.findall(r"arXiv:(\d{4}\.\d{4,5})", method.paper)
         links = ", ".join(f"[{number}](https://arxiv.org/abs/{number})" for number in papers)
         shown = f"[`{name}`]({page})" + (f" ({links})" if links else "")
-        rows.append([shown, *sparse_operands(typical_row(name, method)), purpose])
+        cells = sparse_operands(typical_row(name, method))
+        if method.prunes_at_end:
+            cells = ["weight, at the end" if cell == "weight" else cell for cell in cells]
+        rows.append([shown, *cells, purpose])
     heads = ["method (paper)", "forward", "input gradient", "weight gradient", "when to use it"]
     return table(heads, rows)
 

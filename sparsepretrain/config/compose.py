@@ -162,6 +162,28 @@ def build(parsed: Overrides) -> tuple[dict[str, Any], dict[str, str]]:
     return dict.fromkeys(f.name for f in fields(Run) if f.name in plain) | plain, chosen
 
 
+def chosen_by_experiment(parsed: Overrides) -> dict[str, str]:
+    """Return group -> option of the defaults lists of ``experiment`` and of those it includes."""
+    found: dict[str, str] = {}
+    pending = [parsed.choices.get("experiment")]
+    seen: set[str] = set()
+    while pending:
+        name = str(pending.pop() or "").removeprefix("/experiment/")
+        directory = parsed.options["experiment"].get(name)
+        if directory is None or name in seen:
+            continue
+        seen.add(name)
+        for entry in from_yaml(directory / "experiment" / f"{name}.yaml").get("defaults", []):
+            if isinstance(entry, str):
+                pending.append(entry)
+                continue
+            for key, option in entry.items():
+                group = key.removeprefix("override ").strip().removeprefix("/")
+                if option is not None:
+                    found.setdefault(group, str(option))
+    return found
+
+
 def _refuse_late(choices: dict[str, Any], node: Any) -> None:
     """Refuse a launcher or sweeper that a file of the run's configuration chooses."""
     for group in ("hydra/launcher", "hydra/sweeper"):

@@ -26,11 +26,20 @@ class Warmup:
 
 @dataclass(slots=True, kw_only=True)
 class Decay(Warmup):
-    """Linear warm-up, then cosine or linear decay to a floor at the last step."""
+    """Linear warm-up, then cosine or linear decay to a floor, and an optional tail to zero."""
 
     name: Literal["cosine", "linear"]  # type: ignore[assignment]
     end: Annotated[float, "[0, 1]"]
-    """Learning rate after the last step, as a fraction of the peak."""
+    """Learning rate at the end of the decay, as a fraction of the peak."""
+    tail: Annotated[float, "[0, 1)"] = 0.0
+    """Last fraction of the run, in which the learning rate falls linearly from there to zero; 0:
+    the decay ends with the run."""
+
+    def problems(self) -> Problems:
+        yield from Warmup.problems(self)
+        if self.warmup < 1 <= self.warmup + self.tail:
+            total = self.warmup + self.tail
+            yield "tail", f"and schedule.warmup must sum to less than 1, got {total:g}"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,10 +13,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sparsepretrain import registry
+from sparsepretrain.optim._adams import AdamS
+from sparsepretrain.optim._ast_adamw import ASTAdamW
 from sparsepretrain.optim._step_adamw import StepAdamW
 from sparsepretrain.optim.muon import block_matrices
 
-__all__ = ["StepAdamW", "build_optimizer"]
+__all__ = ["ASTAdamW", "AdamS", "StepAdamW", "build_optimizer"]
 
 
 def build_optimizer(

@@ -95,6 +95,12 @@ class Method:
     differentiable: ClassVar[bool] = False
     """True if :meth:`project` runs under autograd in each training forward, to train Parameters.
     A then receives dA without a straight-through estimator: use differentiable operations."""
+    optimizer_class: ClassVar[type[Optimizer] | None] = None
+    """Class of the optimizer that trains sparse weights, which :meth:`guide_optimizer` is given;
+    None: any."""
+    prunes_at_end: ClassVar[bool] = False
+    """True if the weights get their pattern with the last step of the run; until then all matmuls
+    are dense."""
     needs_whole: bool = False
     """True if ``project`` or ``update_`` depend on rows outside their group (sums over the weight,
     draws by position). FSDP then gathers the weight first."""
@@ -107,6 +113,8 @@ class Method:
     instance. :meth:`read_optimizer` may change them."""
     phase: Phase = Phase()
     """Phase of the next step (:meth:`set_step`)."""
+    without_residual: bool = False
+    """True while the N:M weights are measured alone."""
 
     def __init__(self, options: MethodOptions, total_steps: int | None = None) -> None:
         self.options = options
@@ -170,6 +178,13 @@ class Method:
         """λ of the masked decay that the next step applies; 0: the method has none."""
         return 0.0
 
+    def pull(self, step: int) -> float:
+        """Return the share α of the step's update that moves masked weights to zero.
+
+        Called of methods with :attr:`prunes_at_end`.
+        """
+        return 0.0
+
     @property
     def estimator(self) -> str:
         """Estimator of :func:`sparsepretrain.kernels.mvue` for U(G)."""
@@ -221,6 +236,13 @@ class Method:
         """Return the mask that the method chooses for ``weight``; bool, same shape."""
         return kernels.nm_mask(weight, *self.pattern, dim=dim)
 
+    def kept_mask(self, state: LayerState) -> Tensor | None:
+        """Return the mask that a layer keeps, bool or packed, where A(W) is not needed for it.
+
+        None: the mask is that of :meth:`project`.
+        """
+        return None
+
     def project(self, weight: Tensor, state: LayerState) -> Projection:
         """Return A(W), B(W) and the mask of a stored master weight (fp32 or wider).
 
@@ -253,9 +275,15 @@ class Method:
     def residual(self, x: Tensor, state: LayerState) -> Tensor | None:
         """Return a linear function of X, (…, out_features), that is added to X·A(W)ᵀ, or None.
 
-        Autograd differentiates it; ``densify`` folds it into the weight.
+        Autograd differentiates it; ``densify`` folds it into the weight. Not called while
+        :attr:`without_residual` is true.
         """
         return None
+
+    @property
+    def has_residual(self) -> bool:
+        """True if :meth:`residual` adds something in the present phase."""
+        return False
 
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
         """Apply J: change the accumulated, unscaled, clipped gradient in place before the step.
@@ -283,6 +311,15 @@ class Method:
     def build_optimizer(self, groups: list[dict[str, Any]], options: Any) -> Optimizer | None:
         """Return the optimizer that this method requires; ``options`` are those of ``optim``."""
         return None
+
+    def guide_optimizer(self, optimizer: Any, masks: Mapping[Tensor, Tensor]) -> None:
+        """Give the optimizer what its next step needs; called inside the window.
+
+        Args:
+            optimizer: of :attr:`optimizer_class`.
+            masks: Parameter with a gradient -> mask of its rows on this rank, as in
+                :meth:`adjust_gradient_`.
+        """
 
     def read_optimizer(self, optimizer: Any) -> None:
         """Read the optimizer state on which the phase depends; called on attach and after steps.

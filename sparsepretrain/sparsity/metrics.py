@@ -43,7 +43,12 @@ def measure(
         dropped, kept = boundary_magnitudes(weight, *method.pattern, dim=dim)
         gap = (kept - dropped).sum(dtype=torch.float64)
         sizes = [gap.new_full((), part.numel()) for part in (stored, dropped)]  # no copy
-        rows.append(torch.stack([*sizes, used.count_nonzero().double(), gap]))
+        masks = [gap.new_zeros(())] * 2
+        if method.prunes_at_end:
+            magnitude = stored.abs().double()
+            rest = magnitude.masked_fill(operands.bool_mask(layer.weight), 0.0)
+            masks = [rest.sum(), magnitude.sum()]
+        rows.append(torch.stack([*sizes, used.count_nonzero().double(), gap, *masks]))
     # sums of integers below 2⁵³ are exact in fp64
     columns = [
         own_rows.total(torch.stack(rows)),
@@ -51,16 +56,19 @@ def measure(
         counts if counts is None else counts.t(),
     ]
     table = torch.column_stack([c for c in columns if c is not None]).tolist()
-    width = 4 + (flips is not None)
+    width = 6 + (flips is not None)
     counted = [list(map(int, c)) for c in zip(*(row[width:] for row in table), strict=True)]
     table = [row[:width] for row in table]
-    entries, groups, nonzeros, gaps, *flipped = map(sum, zip(*table, strict=True))
+    sums = [float(sum(column)) for column in zip(*table, strict=True)]
+    entries, groups, nonzeros, gaps, masked, magnitudes, *flipped = sums
     result = {
         "density": nonzeros / entries,
         "l1_gap": gaps / groups,
         "sparse": float(bool(method.phase.row.sparse)),
         **method.metrics(),
     }
+    if method.prunes_at_end:
+        result["masked_share"] = masked / magnitudes if magnitudes else 0.0
     if flipped:
         result["flip_rate"] = flipped[0] / entries
         if state.flip_interval > 1:
@@ -69,5 +77,5 @@ def measure(
         for name, row in zip(layers, table, strict=True):
             result[f"l1_gap/{name}"] = row[3] / row[1]
             if flipped:
-                result[f"flip_rate/{name}"] = row[4] / row[0]
+                result[f"flip_rate/{name}"] = row[-1] / row[0]
     return result, counted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from sparsepretrain.sparsity.engine.model_state import BUFFERS, ModelState
 from sparsepretrain.sparsity.engine.sharing import require_unshared
 from sparsepretrain.sparsity.engine.steps import (
     Steps,
+    require_class,
     require_known,
     require_own_weights,
     require_present,
@@ -199,6 +201,7 @@ class Sparsifier:
         if attached is hooked:
             return
         require_rates(self.method, self.layers, hooked)
+        require_class(self.method, self.layers, hooked)
         if attached is not None:
             raise ConfigError(
                 f"the sparsifier is attached to another {type(attached).__name__}: call detach() "
@@ -443,7 +446,9 @@ class Sparsifier:
         ``flip_interval``: optimizer steps between the two compared masks; absent if it is 1.
         ``density``: share of non-zeros in the forward weights. ``l1_gap``: mean over groups of
         |t3| - |t2|, the margin by which the mask was chosen. ``sparse``: 1 if the next step trains
-        sparse, 0 if dense. A method may add metrics (:meth:`Method.metrics`).
+        sparse, 0 if dense. ``masked_share``: share of Σ|W| in the entries that the end of the run
+        prunes, of methods that train dense until then (CAST). A method may add metrics
+        (:meth:`Method.metrics`).
 
         Args:
             per_layer: also ``flip_rate/<layer>`` and ``l1_gap/<layer>``.
@@ -508,6 +513,15 @@ class Sparsifier:
                 its parameters, for ``torch.distributed.checkpoint``.
         """
         return dict(self.dense_tensors(full=full))
+
+    @contextlib.contextmanager
+    def without_residual(self) -> Iterator[None]:
+        """Leave out the adapters or branches of the method: layers compute X·A(W)ᵀ alone."""
+        self.method.without_residual = True
+        try:
+            yield
+        finally:
+            self.method.without_residual = False
 
     def coverage(self) -> Coverage:
         """Return the report of sparse layers and their operands."""

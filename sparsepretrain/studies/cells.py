@@ -188,7 +188,7 @@ def cell_overrides(
     kinds = [word.partition("=")[2] for word in asked.overrides if word.startswith("match=")]
     rows = _compared(name, table, kinds[-1]) if kinds else [*table.rows]
     overrides = [word for word in asked.overrides if not word.startswith("match=")]
-    rows = [row for row in rows if row not in size.pruned]
+    rows = [row for row in rows if row not in size.staged]
     known = [(r, column) for r, column, why in table_cells(table, scale) if not why and r in rows]
     experiment = [] if table.experiment is None else [f"experiment={table.experiment}"]
     wanted = {

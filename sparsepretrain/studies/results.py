@@ -28,6 +28,7 @@ from sparsepretrain.studies.cells import (
     Selection,
     cells,
     pruning_words,
+    stage_words,
     tuning_cells,
     word,
 )
@@ -202,15 +203,17 @@ def collect(name: str, scale: Scale | None, asked: Selection) -> TableResults:
         result.scale = scale or ("nano" if "nano" in table.scales else "paper")
         _, result.tuning, wanted = selected(name, table, result.scale, asked)
         measured = [_collect(cell, table, result.scale) for cell in wanted]
-        for stage in table.scales[result.scale].pruned.values():
+        for stage in table.scales[result.scale].staged.values():
+            made = _pruned if stage.prune is not None else _tuned
             measured += [
-                (_pruned(cell, stage, run, table), run) for cell, run in measured[: len(wanted)]
+                made(source, cell, stage, run, table)
+                for source, (cell, run) in zip(wanted, measured[: len(wanted)], strict=True)
             ]
         begun = {cell.seed for cell, _ in measured if cell.state != "missing"}
         result.cells = [cell for cell, _ in measured if cell.seed in begun]
-        if result.tuning or table.match or table.scales[result.scale].pruned:
+        if result.tuning or table.match or table.scales[result.scale].staged:
             for cell, _ in measured:
-                cell.curves = {}  # pages of tuned and pruned tables show final values only
+                cell.curves = {}  # pages of tuned tables and of stages show final values only
         if result.tuning or table.match or table.scaling:
             for cell, data in measured:
                 if cell.state == "finished" and data is not None:
@@ -306,10 +309,7 @@ def _collect(cell: Cell, table: Table, scale: Scale) -> tuple[CellResult, RunDat
         steps=run.steps,
         command=shell_line(["sparsepretrain", "train", *words]),
         config=freeze.identity(run),
-        settings={
-            name: freeze.hash_of(json.dumps({key: plain[key] for key in keys}, sort_keys=True))
-            for name, keys in SHARED.items()
-        },
+        settings=_digests(plain),
     )
     data = None
     try:
@@ -326,6 +326,14 @@ def _collect(cell: Cell, table: Table, scale: Scale) -> tuple[CellResult, RunDat
         result.state = "failed"
         result.reason = FAILURE.format(**failure)
     return result, data
+
+
+def _digests(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return name of a hash -> digest of the settings that determine it, see :data:`SHARED`."""
+    return {
+        name: freeze.hash_of(json.dumps({key: config[key] for key in keys}, sort_keys=True))
+        for name, keys in SHARED.items()
+    }
 
 
 def _fill(result: CellResult, data: RunData, *, evaluated: bool) -> None:
@@ -365,11 +373,53 @@ def pruned_results(directory: RunDirectory, step: int, stage: Stage) -> dict[str
     return results if same else None
 
 
-def _pruned(cell: CellResult, stage: Stage, data: RunData | None, table: Table) -> CellResult:
-    """Return the result of a row whose runs are those of another row, pruned."""
+def _tuned(
+    source: Cell, cell: CellResult, stage: Stage, data: RunData | None, table: Table
+) -> tuple[CellResult, RunData | None]:
+    """Return the result and the run of a row whose runs are those of another row, fine-tuned."""
+    result = dataclasses.replace(
+        cell, row=str(stage.row), state="missing", metrics={}, missing={}, command="", step=0
+    )
+    if cell.state != "finished" or data is None:
+        return result, None
+    directory = RunDirectory(data.path)
+    tuned = directory.finetuned(stage.name)
+    if tuned is None:
+        if failure := directory.failures().get(stage.name):
+            result.state = "failed"
+            result.reason = f"{stage.name}: {FAILURE.format(**failure)}"
+        return result, None
+    run = Path("runs", *data.path.parts[-3:])
+    words = [w for w in stage_words(source, stage) if not w.startswith("runs_dir=")]
+    home = word("runs_dir", f"runs/{Path(source.run.runs_dir).name}")
+    result.command = shell_line(["sparsepretrain", "finetune", str(run), *words, home])
+    try:
+        found = load(tuned.path)
+    except (ConfigError, DataError) as error:
+        result.state = "failed"
+        result.reason = f"{stage.name}: {one_line(error)}"
+        return result, None
+    result.steps = found.config.get("steps") or found.end
+    result.config = freeze.identity(validate(found.config))
+    result.settings = _digests(found.config)
+    _fill(result, found, evaluated=True)
+    if result.state == "finished":
+        for name, metric in table.metrics.items():
+            value = measured(metric, found, result.steps)
+            if value is None:
+                result.missing[name] = f"{stage.name} has no such number"
+            else:
+                result.metrics[name] = metric.factor * value if math.isfinite(value) else None
+    return result, found
+
+
+def _pruned(
+    source: Cell, cell: CellResult, stage: Stage, data: RunData | None, table: Table
+) -> tuple[CellResult, RunData | None]:
+    """Return the result and the run of a row whose runs are those of another row, pruned."""
     result = dataclasses.replace(cell, row=str(stage.row), metrics={}, missing={}, command="")
     if cell.state != "finished" or data is None:
-        return result
+        return result, data
     directory = RunDirectory(data.path)
     run = Path("runs", *data.path.parts[-3:])
     words = pruning_words(stage, str(run))
@@ -386,7 +436,7 @@ def _pruned(cell: CellResult, stage: Stage, data: RunData | None, table: Table) 
             result.missing[name] = f"{stage.name} has no such number"
         else:
             result.metrics[name] = metric.factor * float(value)
-    return result
+    return result, data
 
 
 def _measure(result: CellResult, name: str, metric: Metric, data: RunData, size: Size) -> None:

@@ -83,7 +83,8 @@ class Stage:
     options: dict[str, Any] = field(default_factory=dict)
     """prune: options of the method, such as ``permute: false`` of ria."""
     row: str | None = None
-    """prune: row of the table whose numbers are those of the pruned run; it is not trained."""
+    """prune, finetune: row of the table whose numbers are those of the pruned or fine-tuned run; it
+    is not trained by itself."""
     overrides: list[str] = field(default_factory=list)
     """Further arguments of the command."""
 
@@ -91,9 +92,10 @@ class Stage:
         if [self.finetune, self.evaluate, self.lm_eval, self.prune].count(None) != 3:
             text = f"or evaluate, lm_eval or prune: stage {self.name!r} must have exactly one"
             yield "finetune", text
-        for key, value in (("row", self.row), ("options", self.options)):
-            if value and self.prune is None:
-                yield key, f"belongs to prune: stage {self.name!r} has none"
+        if self.options and self.prune is None:
+            yield "options", f"belongs to prune: stage {self.name!r} has none"
+        if self.row and self.prune is None and self.finetune is None:
+            yield "row", f"belongs to prune and finetune: stage {self.name!r} has none"
         if self.average > 1 and self.evaluate is None:
             yield "average", f"belongs to evaluate: stage {self.name!r} has none"
         if self.name == "train" or self.name != slug(self.name):
@@ -171,8 +173,8 @@ class Size:
     """Measured CPU minutes of all runs on one core; null: unknown."""
 
     @property
-    def pruned(self) -> dict[str, Stage]:
-        """Row -> stage that gives its numbers, of rows that are not trained."""
+    def staged(self) -> dict[str, Stage]:
+        """Row -> stage that gives its numbers, of rows that are not trained by themselves."""
         return {stage.row: stage for stage in self.stages if stage.row is not None}
 
 
@@ -312,8 +314,8 @@ class Table:
             yield from _unknown(f"scales.{scale}.variants", size.variants, self.metrics)
             if scale == "nano" and self.paper and not size.stand_in:
                 yield "scales.nano.stand_in", "must name the model and data of these runs"
-            yield from _unknown(f"scales.{scale}.stages.row", size.pruned, self.rows)
-            if size.pruned and (self.columns or len(self.rows) != len(size.pruned) + 1):
+            yield from _unknown(f"scales.{scale}.stages.row", size.staged, self.rows)
+            if size.staged and (self.columns or len(self.rows) != len(size.staged) + 1):
                 yield f"scales.{scale}.stages", "with a row need one trained row and no columns"
             if size.tune is not None:
                 yield from self._tuning_problems(f"scales.{scale}.tune", size.tune)

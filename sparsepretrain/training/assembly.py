@@ -43,6 +43,7 @@ from sparsepretrain.training.identity import weights_hash
 from sparsepretrain.training.observer import Probe
 from sparsepretrain.training.observers import Averaging, FlipObserver
 from sparsepretrain.training.precision import Options, compute_dtype, fp8_formats, set_numerics
+from sparsepretrain.training.reach import require_reach
 from sparsepretrain.training.recomputation import recompute_blocks
 from sparsepretrain.training.session import Session, Setup
 from sparsepretrain.training.tracing import StepCost, step_cost, tracing
@@ -108,6 +109,12 @@ def build_session(
     if compute_dtype(run.precision) == torch.float64:
         model.double()
     chooses = fresh and draws
+    if chooses:
+        initial_tensors = dict(model.named_parameters())
+        require_reach(
+            run, planned, {name: initial_tensors[f"{name}.weight"] for name in planned.layers}
+        )
+        del initial_tensors
     calibrated = {}
     if chooses and run.init.mask == "wanda":
         calibrated = wanda_masks(run, task, model, list(planned.layers), console)

@@ -21,6 +21,7 @@ from sparsepretrain.sparsity.matmuls.policy import SparseMatmulPolicy, objection
 from sparsepretrain.sparsity.matmuls.sparse24 import TOKENS, padded_features, padding, rounded_up
 from sparsepretrain.sparsity.matmuls.three import MATMUL_OF
 from sparsepretrain.sparsity.method import Method
+from sparsepretrain.sparsity.operand_table import Row
 from sparsepretrain.tasks import build_task
 from sparsepretrain.training.assembly import META, build_model, layer_inputs, sparsify_model
 from sparsepretrain.training.precision import compute_dtype
@@ -85,7 +86,8 @@ def matmul_flops(
         inputs: name of a layer -> shape of its input in a micro-batch.
         step: FLOPs of the whole step.
     """
-    row = sparsifier.method.sparse_row
+    method = sparsifier.method
+    row = Row() if method.prunes_at_end else method.sparse_row
     policy = SparseMatmulPolicy("auto")
     micro_batches = run.batch.size // run.batch.micro
     dtype = compute_dtype(run.precision)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsepretrain import registry
-from sparsepretrain.config.compose import Overrides, amend, build, read
+from sparsepretrain.config.compose import Overrides, amend, build, chosen_by_experiment, read
 from sparsepretrain.config.places import catalog
 from sparsepretrain.config.schema import Run
 from sparsepretrain.config.validate import load_parsed, validate
@@ -35,6 +35,10 @@ SET_BY_CHECKPOINT = (
     "eval",
 )
 """Groups and keys that an evaluation cannot override."""
+
+
+PATTERN_KEYS = ("n", "m", "targets")
+"""Keys of ``sparsity`` that a fine-tuning takes over from a run."""
 
 
 def evaluated(source: WeightSource, overrides: Sequence[str], config_dirs: Sequence[Path]) -> Run:
@@ -130,7 +134,9 @@ def _apply_checkpoint(source: WeightSource, parsed: Overrides) -> dict[str, Any]
     """Apply a checkpoint, except its tokenizer, to ``parsed``; return the composed values."""
     place = source.path.resolve() if isinstance(source.path, Path) else source.path
     settings: dict[str, Any] = {"init.path": str(place)}
-    parsed.choices["model"] = "pretrained"
+    # what an experiment chooses comes before what the checkpoint's run had
+    by_experiment = chosen_by_experiment(parsed)
+    parsed.choices = by_experiment | parsed.choices | {"model": "pretrained"}
     if source.config is None:
         settings["model.path"] = str(place)
         parsed.choices.setdefault("sparsity", "dense")
@@ -138,6 +144,9 @@ def _apply_checkpoint(source: WeightSource, parsed: Overrides) -> dict[str, Any]
         if not any(key == "plugins" for key, _ in parsed.values):
             registry.require_imported(source.config.get("plugins"), source.path)
         settings |= _from_run(source.config, parsed)
+        if "sparsity" in by_experiment:  # with its pattern and layers
+            carried = [f"sparsity.{key}" for key in PATTERN_KEYS]
+            settings = {key: value for key, value in settings.items() if key not in carried}
     method: type[Method] = registry.get("method", parsed.choices["sparsity"])
     settings |= {f"sparsity.{key}": value for key, value in method.finetuning.options.items()}
     _prepend(parsed, settings)
@@ -185,7 +194,7 @@ def _from_run(config: dict[str, Any], parsed: Overrides) -> dict[str, Any]:
     source: type[Method] = registry.get("method", before["name"])
     chosen = parsed.choices.get("sparsity", source.finetuning.method or before["name"])
     parsed.choices["sparsity"] = chosen
-    settings |= {f"sparsity.{key}": before[key] for key in ("n", "m", "targets")}
+    settings |= {f"sparsity.{key}": before[key] for key in PATTERN_KEYS}
     if chosen == before["name"]:
         # the window and the phases were those of pre-training
         parsed.blocks["sparsity"] = {**before, "window": {"start": 0.0, "stop": 1.0}}

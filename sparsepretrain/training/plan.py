@@ -17,19 +17,27 @@ from sparsepretrain import registry
 from sparsepretrain.config import freeze
 from sparsepretrain.config.groups import SimulatedFP8
 from sparsepretrain.config.schema import Run, shares
-from sparsepretrain.console import Console, clock, count
+from sparsepretrain.console import Console, clock, count, significant
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.optim import build_optimizer
+from sparsepretrain.runs import weights
 from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.sparsity.method import Method
 from sparsepretrain.sparsity.operand_table import W
-from sparsepretrain.tasks import build_task
+from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.tracking.wandb import check_login
-from sparsepretrain.training.assembly import META, build_model, layer_inputs, sparsify_model
+from sparsepretrain.training.assembly import (
+    META,
+    build_model,
+    layer_inputs,
+    load_initial,
+    sparsify_model,
+)
 from sparsepretrain.training.compilation import COMPILED_FROM, blocks, scope_of
 from sparsepretrain.training.cost import matmul_flops
 from sparsepretrain.training.hardware import peak_flops
 from sparsepretrain.training.precision import compute_dtype, describe
+from sparsepretrain.training.reach import require_reach, steps_to_zero
 from sparsepretrain.training.schedules import learning_rate, warmup_steps
 from sparsepretrain.training.session import Session
 from sparsepretrain.training.teacher import FoundTeacher, find_teacher
@@ -41,6 +49,9 @@ UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 FILLED = 0.8
 """Share of a device's memory up to which a larger micro-batch is proposed: the estimate leaves out
 the CUDA context, fragmentation and temporary results."""
+
+READ_AT_MOST = 2**30
+"""Sparse weights up to which a dry run reads them, 4 GiB; the start of a run reads all."""
 
 PHASES = ("at", "until", "clipping", "dense_tail", "window")
 """Options of methods that say when a run trains sparse."""
@@ -86,7 +97,8 @@ def dry_run(run: Run, console: Console) -> None:
         (
             "sparse",
             f"{coverage.sparse_parameters:,} in {len(coverage.layers)} layers, {coverage.title}; "
-            f"matmuls with an N:M operand: {', '.join(coverage.row.sparse) or 'none'}",
+            f"matmuls with an N:M operand: {', '.join(coverage.row.sparse) or 'none'}"
+            f"{', after the last step' if sparsifier.method.prunes_at_end else ''}",
         ),
         (
             f"FLOPs per {task.unit[:-1]}",
@@ -103,6 +115,7 @@ def dry_run(run: Run, console: Console) -> None:
         ("checkpoint", f"{size(stored)}: weights, moments{' and averages' if averages else ''}"),
         *teacher_rows(teacher, flops),
         *shard_rows(run, shards),
+        *reach_rows(run, sparsifier, task),
         (
             "steps",
             f"{run.steps:,} of {run.batch.size} samples in {micro_batches} "
@@ -138,6 +151,28 @@ def teacher_rows(teacher: FoundTeacher | None, flops: float) -> list[tuple[str, 
         f"{teacher.flops / flops:.0%} to the FLOPs of a step"
     )
     return [("teacher", text)]
+
+
+def reach_rows(run: Run, sparsifier: Sparsifier, task: Task) -> list[tuple[str, str]]:
+    """Return the line about weights that the end prunes; else no rows.
+
+    Raises:
+        ConfigError: the steps cannot move them to zero.
+    """
+    steps = steps_to_zero(run, sparsifier)
+    if steps is None:
+        return []
+    root = {name: layer.weight for name, layer in sparsifier.layers.items()}
+    if sum(weight.numel() for weight in root.values()) > READ_AT_MOST:
+        text = f"Σ lr·α = {significant(steps)}; the start of the run compares it with the weights"
+        return [("pruned at the end", text)]
+    model = build_model(task, torch.device("cpu"))
+    if run.init.path:
+        source = weights.find(run.init.path, lambda line: None)
+        load_initial(source, run, task, model, Console.silent())
+    drawn = dict(model.named_parameters())
+    reach = require_reach(run, sparsifier, {name: drawn[f"{name}.weight"] for name in root})
+    return [("pruned at the end", f"{reach} of what the first masks prune")]
 
 
 class ShardMemory(NamedTuple):
@@ -334,15 +369,20 @@ def require_a_sparse_step(run: Run) -> None:
         return  # a dense baseline
     schedule = method.schedule
     last = int(min(run.steps, schedule.stop)) - 1
+    what = "would train sparse"
+    # most phases, once entered, last to the end of the window: then the first look is enough
+    steps = (last, *range(schedule.start, last))
+    if method.prunes_at_end:
+        what = "is followed by the pruning, which the end of the run brings"
+        steps = (run.steps,)
     if method.scalars:  # the optimizer decides
         if schedule.earliest <= last:
             return
-    # most phases, once entered, last to the end of the window: then the first look is enough
-    elif any(method.phase_of(step).row.sparse for step in (last, *range(schedule.start, last))):
+    elif any(method.phase_of(step).row.sparse for step in steps):
         return
     keys = [f"sparsity.{key}" for key in PHASES if hasattr(run.sparsity, key)]
     raise ConfigError(
-        f"sparsity={run.sparsity.name}: none of the {run.steps} steps would train sparse: change "
+        f"sparsity={run.sparsity.name}: none of the {run.steps} steps {what}: change "
         f"{' or '.join(keys)}, or give more steps"
     )
 

@@ -38,8 +38,9 @@ def learning_rate(schedule: Schedule, peak: float, step: int, steps: int) -> flo
 
     Warm-up is linear and reaches the peak at update ``warmup`` + 1; with ``start=0`` the first
     update has rate 0 (nanoGPT until 2024, on which S-STE and T-SR-STE build). Decays reach
-    ``end`` times the peak at ``steps``, a triangle reaches zero there. The stable phase of ``wsd``
-    does not depend on ``steps``, so a longer run can continue it.
+    ``end`` times the peak at ``steps``, or where a ``tail`` to zero begins; a triangle reaches zero
+    at ``steps``. The stable phase of ``wsd`` does not depend on ``steps``, so a longer run can
+    continue it.
     """
     if isinstance(schedule, Triangle):
         return peak * _triangle(schedule, step / steps)
@@ -54,13 +55,18 @@ def learning_rate(schedule: Schedule, peak: float, step: int, steps: int) -> flo
         return peak * math.sqrt(max(warmup, 1) / max(step, 1)) if step else peak
     assert isinstance(schedule, Decay | StableDecay)
     begin = warmup
+    last = steps
     shape = schedule.name
     if isinstance(schedule, StableDecay):
         begin = max(warmup, steps - int(schedule.decay * steps + 0.5))
         shape = schedule.shape
+    elif schedule.tail:
+        last = steps - int(schedule.tail * steps + 0.5)
+        if step >= last:
+            return peak * schedule.end * (steps - step) / (steps - last)
     if step < begin:
         return peak
-    progress = (step - begin) / max(steps - begin, 1)
+    progress = (step - begin) / max(last - begin, 1)
     left = {
         "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
         "linear": 1 - progress,

@@ -340,9 +340,15 @@ def _summarize(session: Session, directory: RunDirectory, proof: Proof, console:
     flips = [line["flip_rate"] for line in training if line.get("flip_rate") is not None]
     if flips:
         rows.append(("flip rate", f"peak {max(flips):.2e}, end {flips[-1]:.2e}"))
-    rows.append(("target layers", f"{len(session.sparsifier.layers)}: {proof}"))
+    beside = ""
+    if session.sparsifier.method.has_residual:
+        beside = "; beside dense branches, without which the metrics are pruned_…"
+    rows.append(("target layers", f"{len(session.sparsifier.layers)}: {proof}{beside}"))
     if proof.sparse and session.end > 1 and not any(line.get("sparse") for line in training[:-1]):
-        rows.append(("note", "no step trained sparse"))
+        text = "no step trained sparse"
+        if session.sparsifier.method.prunes_at_end:
+            text = f"the last step pruned {training[-1]['masked_share']:.1%} of Σ|W|"
+        rows.append(("note", text))
     if session.guard.skipped:
         rows.append(("skipped steps", str(session.guard.skipped)))
     console.table(f"{session.run.name}, {session.run.sparsity.name}", rows)

@@ -19,6 +19,8 @@ from sparsepretrain.training.precision import autocast, compute_dtype
 from sparsepretrain.training.session import Session
 from sparsepretrain.training.step import ENDS
 
+PRUNED = "pruned_"
+"""Beginning of the names of metrics of the N:M weights alone, without adapters or branches."""
 SILENT_SECONDS = 1.0
 """Seconds of an evaluation before a progress bar appears."""
 
@@ -29,9 +31,10 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Return metrics of the task over a split, with the weights that the method evaluates with.
 
-    With averaged weights, metrics of their projection follow as ``ema_<metric>``. The training
-    state does not change. Returns None if a signal interrupted the evaluation; several ranks finish
-    it first.
+    With averaged weights, metrics of their projection follow as ``ema_<metric>``. If the method
+    adds adapters or branches to the N:M weights, the last evaluation also measures the model
+    without them, as ``pruned_<metric>``. The training state does not change. Returns None if a
+    signal interrupted the evaluation; several ranks finish it first.
 
     Args:
         session: the run.
@@ -69,14 +72,21 @@ def evaluate(
         return session.task.metrics([next(next(ranks)) for _ in requests])
 
     metrics = measure()
-    if metrics is None or session.ema is None:
-        return metrics
-    with session.ema.applied(session.sparsifier):
-        averaged = measure()
-    if averaged is None:
-        return None
-    numbers = {k: v for k, v in averaged.items() if not isinstance(v, str)}
-    return metrics | {f"{AVERAGED}{name}": value for name, value in numbers.items()}
+    others = []
+    if final and session.sparsifier.method.has_residual:
+        others.append((PRUNED, session.sparsifier.without_residual()))
+    if session.ema is not None:
+        others.append((AVERAGED, session.ema.applied(session.sparsifier)))
+    for prefix, weights in others:
+        if metrics is None:
+            return None
+        with weights:
+            found = measure()
+        if found is None:
+            return None
+        numbers = {k: v for k, v in found.items() if not isinstance(v, str)}
+        metrics |= {f"{prefix}{name}": value for name, value in numbers.items()}
+    return metrics
 
 
 def _gathering(session: Session, *, whole: bool) -> contextlib.AbstractContextManager[None]:

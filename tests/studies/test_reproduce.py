@@ -1,6 +1,7 @@
 """``sparsepretrain reproduce``: checks, runs, failures and stages."""
 
 import io
+import json
 import os
 import shlex
 import signal
@@ -304,6 +305,41 @@ def test_rows_that_prune_the_runs_of_another_row(tables, in_process, capsys):
     page = Path("results/tables/small.md")
     files = [page] if page.is_file() else [*tables.tiny.root.rglob("small.md")]
     assert "| RIA |" in files[0].read_text()
+
+
+def test_rows_that_fine_tune_the_runs_of_another_row(tables, in_process, capsys):
+    words = ["sparsity=ste", "steps=4", "epochs=null", "batch.size=4", "batch.micro=2"]
+    tuned = {"name": "ste", "finetune": "causal_lm", "row": "STE", "overrides": words}
+    tables.write(
+        rows={"dense": ["sparsity=dense"], "STE": []},
+        nano={"stages": [tuned], "seeds": 1},
+        metrics={"loss": {"label": "loss", "key": "loss", "better": "lower"}},
+        claims=[{"text": "retraining helps", "kind": "less", "of": ["STE", "dense"]}],
+    )
+    assert tables("small", "--commands") == 0
+    train, finetune = (shlex.split(part) for part in capsys.readouterr().out.split(" && "))
+    overrides = [f"runs_dir={tables.tiny.root / 'runs'}"]
+    asked = Selection(overrides=overrides, config_dirs=[tables.root])
+    assert cli.main(train[1:]) == 0
+    states = {cell.row: cell.state for cell in collect("small", "nano", asked).cells}
+    assert states == {"dense": "finished", "STE": "missing"}
+    assert cli.main(finetune[1:]) == 0
+    capsys.readouterr()
+    assert tables("small") == 0
+    assert capsys.readouterr().out.count("nothing to do") == 2
+    found = {cell.row: cell for cell in collect("small", "nano", asked).cells}
+    (dense,) = [run for run in map(RunDirectory, tables.runs()) if "--" not in run.path.parent.name]
+    run = dense.finetuned("ste")
+    lines = [json.loads(line) for line in run.record_file.read_text().splitlines()]
+    last = [line["loss"] for line in lines if "split" in line][-1]
+    assert found["STE"].metrics["loss"] == last != found["dense"].metrics["loss"]
+    assert (found["STE"].state, found["STE"].steps) == ("finished", 4)
+    assert found["STE"].command.startswith("sparsepretrain finetune runs/small/dense/")
+    assert "sparsity=ste steps=4" in found["STE"].command
+    assert cli.main(["report", "small", *overrides, "--config-dir", str(tables.root)]) == 0
+    page = Path("results/tables/small.md")
+    files = [page] if page.is_file() else [*tables.tiny.root.rglob("small.md")]
+    assert "| STE |" in files[0].read_text()
 
 
 def test_impossible_stages_are_refused_before_training(tables, capsys):

@@ -35,10 +35,10 @@ def test_every_published_label_has_a_number_or_a_reason(name):
 
 
 def trained_cells(table, scale):
-    """Rows and columns with runs of their own: not those of pruned runs."""
-    pruned = table.scales[scale].pruned
+    """Rows and columns with runs of their own: not those of pruned or fine-tuned ones."""
+    staged = table.scales[scale].staged
     found = table_cells(table, scale)
-    return [(row, column) for row, column, why in found if not why and row not in pruned]
+    return [(row, column) for row, column, why in found if not why and row not in staged]
 
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in SCALES}))

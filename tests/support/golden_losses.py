@@ -16,7 +16,7 @@ from torch import nn
 
 import sparsepretrain as sp
 from sparsepretrain import registry
-from sparsepretrain.optim import StepAdamW
+from sparsepretrain.optim import AdamS, ASTAdamW, StepAdamW
 from support import TESTS
 
 FILE = TESTS / "golden" / "losses.json"
@@ -47,6 +47,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "mdgf": [{}, {"shape": "exponential"}],
     "sdgf": [{"n": 1, "m": 8}],
     "slope": [{}, {"mask": "random"}, {"adapters": {"rank": 8, "start": 0.5}}],
+    "ast": [{"decay": 0.02, "refresh": 5}, {"decay": 0.02, "slorb": 8}],
+    "cast": [{"decay": 0.02}],
 }
 """Options that 50 losses tell apart from the others; AdamW hides ``ste_scale``, a factor of dW.
 
@@ -120,6 +122,8 @@ def losses(method: str, options: dict[str, Any], *, nudge: float = 0.0) -> list[
 
 def _optimizer(method: str, model: nn.Module) -> torch.optim.Optimizer:
     settings: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.01}
+    if method in ("ast", "cast"):
+        return {"ast": ASTAdamW, "cast": AdamS}[method](model.parameters(), **settings)
     if method != "step":
         return torch.optim.AdamW(model.parameters(), **settings)
     return StepAdamW(model.parameters(), clipping=(5, 20), frozen_bias_correction=True, **settings)

@@ -35,6 +35,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "act24": (),
     "mdgf": (),
     "sdgf": (),
+    "ast": ("sparsity.refresh=2", "sparsity.decay=0.1"),
+    "ast branch": ("sparsity.refresh=3", "sparsity.slorb=4"),
+    "cast": ("sparsity.refresh=2", "sparsity.decay=0.01"),
 }
 """Name, whose first word is the method -> its overrides."""
 

@@ -34,6 +34,9 @@ VARIANTS = [
     ("sdgf", {"n": 1, "m": 8, "until": 0.1}),
     ("slope", {"mask": "random"}),
     ("slope", {"n": 1, "m": 4}),
+    ("ast", {"decay": 0.1, "decay_ramp": 0.1, "refresh": 2}),
+    ("ast", {"n": 1, "m": 8, "decay_ramp": 0.0, "refresh": 1}),
+    ("cast", {"decay": 0.01, "refresh": 2, "scales": 4}),
 ]
 CASES = [(name, {}) for name in sp.list_methods()] + VARIANTS
 CONVOLVED = [case for case in CASES if "convolution" in registry.get("method", case[0]).layer_kinds]
@@ -41,7 +44,7 @@ CONVOLVED = [case for case in CASES if "convolution" in registry.get("method", c
 SETTLED = {"mdgf": {"until": 0.0}, "sdgf": {"until": 0.0}, "asp": {"at": 0.0}}
 """Options with which the first step sees the last phase."""
 PACKED = {
-    **dict.fromkeys(("ste", "srste", "step", "bimask", "asp", "mdgf", "sdgf"), "A"),
+    **dict.fromkeys(("ste", "srste", "step", "bimask", "asp", "mdgf", "sdgf", "ast"), "A"),
     **{"sste": "AU", "tsrste": "ABU", "slope": "AB", "sdgp": "P"},
 }
 """Operands of the table that are packed, by method; the others have none that is 2:4."""
@@ -82,6 +85,11 @@ def optimizer_for(method, parameters, cls=torch.optim.AdamW, **options):
         return StepAdamW(
             parameters, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, frozen_bias_correction=True
         )
+    if method in ("ast", "cast"):
+        from sparsepretrain.optim import AdamS, ASTAdamW
+
+        options.pop("fused", None)
+        return {"ast": ASTAdamW, "cast": AdamS}[method](parameters, **{"lr": 1e-2} | options)
     return cls(parameters, **{"lr": 1e-2} | options)
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from sparsepretrain import config
 from sparsepretrain.config.groups import Decay, StableDecay, Triangle, Warmup
+from sparsepretrain.errors import ConfigError
 from sparsepretrain.training.schedules import learning_rate, warmup_steps
 from support.tiny_runs import assert_same_run
 
@@ -62,6 +63,22 @@ def test_rates_at_the_middle_and_the_end(schedule, middle, end):
     assert learning_rate(schedule, 1.0, 109, 109) == pytest.approx(end, abs=1e-15)
     quarter = {"cosine": 0.1 + 0.45 * (1 + math.sqrt(0.5)), "linear": 0.775}.get(schedule.name)
     assert quarter is None or learning_rate(schedule, 1.0, 34, 109) == pytest.approx(quarter)
+
+
+@pytest.mark.parametrize("schedule", [COSINE, LINEAR], ids=lambda s: s.name)
+def test_a_tail_falls_from_the_floor_to_zero(schedule):
+    short = replace(schedule, tail=0.0)
+    schedule = replace(schedule, tail=0.25)
+    for step in range(75):  # the decay ends where the tail begins
+        assert learning_rate(schedule, 2.0, step, 100) == learning_rate(short, 2.0, step, 75)
+    for step in range(75, 101):
+        expected = 2.0 * 0.1 * (100 - step) / 25
+        assert learning_rate(schedule, 2.0, step, 100) == pytest.approx(expected, abs=1e-15)
+
+
+def test_a_tail_that_leaves_no_decay_is_refused():
+    with pytest.raises(ConfigError, match=r"schedule.tail and schedule.warmup must sum to less"):
+        config.load(["schedule=cosine", "schedule.warmup=0.5", "schedule.tail=0.5"])
 
 
 ANY = st.sampled_from([COSINE, LINEAR, ROOT, CONSTANT])

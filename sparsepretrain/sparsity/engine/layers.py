@@ -230,7 +230,10 @@ class SparseLayer(nn.Module):
             y = self._multiply(x, target, operands, dtype, micro_batches)
         if self.casts_weight:
             x = x.to(self.weight.dtype)
-        residual: Tensor | None = self.operands.method.residual(x, self.sparsity)
+        method = self.operands.method
+        residual: Tensor | None = None
+        if not method.without_residual:
+            residual = method.residual(x, self.sparsity)
         return y if residual is None else y + residual.to(y.dtype)
 
     def _sync(self) -> None:

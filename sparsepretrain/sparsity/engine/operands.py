@@ -87,11 +87,10 @@ class LayerOperands:
         self._evaluation_way: Way = self._way(training=False)
 
     def _way(self, *, training: bool) -> Way:
-        phase = self.method.phase
+        if self._differentiates(training):
+            return "differentiable"
         if self.rows.is_sharded:
             return "gathered"
-        if training and self.method.differentiable and phase.training:
-            return "differentiable"
         key = self._key(training)
         if not self._projects(key) and not (key and self.matmuls.base.fprop.rounds):
             return "replaced"
@@ -145,9 +144,17 @@ class LayerOperands:
     def _differentiable(self, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Operands]:
         """Project under autograd; return A, which receives dA, and operands made from its values.
 
-        Nothing is kept: the graph belongs to one forward.
+        Nothing is kept: the graph belongs to one forward. Under FSDP2 ``weight`` and the Parameters
+        of the method are gathered, as those of any module.
         """
-        forward, _, backward, _ = self.project(weight, True, graph=torch.is_grad_enabled())
+        self._require_values(weight)
+        if self.rows.is_sharded:
+            self.rows.local(weight)  # refuses a model that is not attached
+            self._require_fresh(training=True)
+            if weight.is_cpu:  # kernels read it through NumPy, and FSDP could not free it any more
+                weight = weight.clone()
+        state = self.rows.whole_state(self.state)
+        forward, _, backward, _ = self.method.project(widen(weight), state)
         assert forward is not None, "a differentiable method returns A"
         a = self._transposed(forward.detach())
         b = None if backward is None else self._transposed(backward.detach())
@@ -161,18 +168,28 @@ class LayerOperands:
         phase = self.method.phase
         matmuls = self.matmuls
         same = phase.training == phase.evaluation and not matmuls.packs
-        return training or (same and matmuls.precision is None)
+        return training or (same and matmuls.precision is None and not self.method.differentiable)
+
+    def _differentiates(self, training: bool) -> bool:
+        """Return True if forwards in this mode project under autograd."""
+        return training and self.method.differentiable and self.method.phase.training
 
     # Projections of the method.
 
-    def project(self, weight: Tensor, training: bool = False, *, graph: bool = False) -> Projection:
-        """Return the projection for evaluation or training; W and no mask in a dense phase.
-
-        ``graph``: record it for autograd.
-        """
+    @torch.no_grad()
+    def project(self, weight: Tensor, training: bool = False) -> Projection:
+        """Return the projection for evaluation or training; W and no mask in a dense phase."""
         phase = self.method.phase
         if not (phase.training if training else phase.evaluation):
             return Projection(None, None)
+        self._require_values(weight)
+        # masks and scales come from the master in fp32 or wider, never from a cast copy
+        master = widen(self.rows.local(weight).detach())
+        group = self._group(updating=False)
+        return self.rows.apply(self.method.project, master, self.state, group)
+
+    def _require_values(self, weight: Tensor) -> None:
+        """Refuse a layer whose tensors have no values (ConfigError)."""
         if not self.initialized:
             raise ConfigError(
                 f"layer {self.state.layer_name!r} came from the meta device and its "
@@ -184,17 +201,14 @@ class LayerOperands:
                 f"layer {self.state.layer_name!r} has a weight, but its buffers are on the meta "
                 "device: offload parameters only (accelerate: offload_buffers=False)"
             )
-        # masks and scales come from the master in fp32 or wider, never from a cast copy
-        with torch.set_grad_enabled(graph):
-            master = self.rows.local(weight) if graph else self.rows.local(weight).detach()
-            group = self._group(updating=False)
-            return self.rows.apply(self.method.project, widen(master), self.state, group)
 
     def _group(self, *, updating: bool) -> int | None:
         """Rows of the stored weight that the method must see together; None: all of them."""
         outputs, inputs = self.method.multiples
         # a compiled forward may not read the step, as `update_needs_whole` does
         if self.method.update_needs_whole if updating else self.method.needs_whole:
+            return None
+        if self.method.differentiable and not updating:  # FSDP shards Parameters by their own rows
             return None
         return outputs if self.state.dim == 1 else inputs  # a Conv1D stores (in, out)
 
@@ -248,7 +262,8 @@ class LayerOperands:
     @torch.no_grad()
     def mask(self, weight: Tensor) -> Tensor:
         """Return the mask of the projection, or the one the method would choose; may be packed."""
-        mask = self.project(weight).mask if self._kept_mask is None else self._kept_mask
+        mask = self.method.kept_mask(self.state) if self._kept_mask is None else self._kept_mask
+        mask = self.project(weight).mask if mask is None else mask
         if mask is not None:
             return mask
 
@@ -312,12 +327,13 @@ class LayerOperands:
     def override_mask(self, weight: Tensor, mask: Tensor) -> None:
         """Let training forwards see the weight under ``mask``, until :meth:`refresh`.
 
-        A method whose A(W) is no part of W is projected again and masked.
+        A method whose A(W) is no part of W is projected again and masked. One that trains under
+        autograd applies no mask, and nothing changes.
         """
         if self.rows.is_sharded or self.stored_dtype is None:
             raise ConfigError("held masks need whole weights and a call of store_operands()")
         forward, new, *_ = self.project(weight, training=True)
-        if forward is None:
+        if forward is None or self.method.differentiable:
             return
         if new is None:
             new = self.method.mask(widen(weight.detach()), self.state.dim)
@@ -393,8 +409,10 @@ class LayerOperands:
         if self.stored_dtype != dtype:  # sharded layers always store, in the dtype of FSDP
             self.stored_dtype = dtype
             self._kept = {}
-        self._gathered_projected = self._projects(key)
-        kept = self._kept.get(key) or self._make(weight, dtype, key)
+        self._gathered_projected = self._gathers_projected(key)
+        kept = None
+        if not self._differentiates(key):
+            kept = self._kept.get(key) or self._make(weight, dtype, key)
         if kept is None:
             parts = [self.rows.local(weight).detach().to(dtype)]
         else:
@@ -412,19 +430,28 @@ class LayerOperands:
         self._gathered_b = gathered[1] if len(gathered) > 1 else None
         return gathered[0]
 
+    def _gathers_projected(self, training: bool) -> bool:
+        """Return True if FSDP gathers A(W) for forwards in this mode, False if it gathers W."""
+        return self._projects(training) and not self._differentiates(training)
+
     def is_stale(self, training: bool) -> bool:
         """Return True if FSDP has to gather again before a forward in this mode."""
-        return self.rows.is_sharded and self._gathered_projected is not self._projects(training)
+        if not self.rows.is_sharded:
+            return False
+        return self._gathered_projected is not self._gathers_projected(training)
 
-    def _gathered(self, gathered_a: Tensor, dtype: torch.dtype, training: bool) -> Operands | None:
-        """Return the gathered operands in ``dtype``; None: the replaced class runs on A."""
-        self.rows.local(gathered_a)  # refuses a model that is not attached
+    def _require_fresh(self, *, training: bool) -> None:
         if self.is_stale(training):
             raise ConfigError(
                 f"layer {self.state.layer_name!r} sees what was gathered in another phase, or from "
                 "weights that have changed since: call reshard() on the modules of FSDP, or run "
                 "the module that was given to sparsify"
             )
+
+    def _gathered(self, gathered_a: Tensor, dtype: torch.dtype, training: bool) -> Operands | None:
+        """Return the gathered operands in ``dtype``; None: the replaced class runs on A."""
+        self.rows.local(gathered_a)  # refuses a model that is not attached
+        self._require_fresh(training=training)
         kept = self._kept.get(self._key(training))
         scale = None if kept is None else kept.wgrad_scale
         two = self._gathered_projected and self.method.sparse_row.has_two_weights()

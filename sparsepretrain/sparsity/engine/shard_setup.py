@@ -26,13 +26,6 @@ def prepare(state: ModelState, layers: Mapping[str, SparseLayer]) -> None:
     if state.precision is not None:
         name = state.label.partition(" ")[0]
         raise ConfigError(f"{name} does not go with sharding: leave precision out")
-    # without sync: the counters of a model on the meta device have no values to read
-    method = state.method
-    if method.differentiable:
-        raise ConfigError(
-            f"{method.options.name} does not go with sharding: FSDP gathers A(W) without the graph "
-            "of its projection; use DistributedDataParallel"
-        )
     if state.policy is not None and state.policy.name != "auto":
         raise ConfigError(
             f"sparse_matmuls={state.policy.name} does not go with sharding: use auto or emulate"

@@ -192,6 +192,8 @@ class Steps:
         if not _adjusts(method):
             return
         on_gradient = method.phase.row.J != DW
+        guides = _guides(method)
+        guided: dict[Tensor, Tensor] = {}
         # fused optimizers unscale inside their kernel, so the decay has to be scaled too
         scale = getattr(optimizer, "grad_scale", None)
         scale = 1.0 if scale is None else scale  # a tensor: each product is a launch
@@ -208,8 +210,11 @@ class Steps:
             # unpacking takes a launch, and writes and reads a byte per weight
             if not method.reads_packed_masks:
                 mask = unpacked(mask, weight.shape)
-            if not on_gradient:  # weights change after the update, under the mask from before it
-                self._masks_before_update[name] = mask
+            if guides:
+                guided[operands.rows.parameter(layer.weight)] = mask
+            if not on_gradient:
+                if _changes_weights(method):  # after the update, under the mask from before it
+                    self._masks_before_update[name] = mask
                 continue
             rounds = self.decay > 0 and weight.dtype.itemsize < 4 and not self._checked_rounding
             before = grad.clone() if rounds else None
@@ -219,6 +224,8 @@ class Steps:
             if before is not None:
                 self._checked_rounding = True
                 warn_if_decay_is_lost(name, before, grad, weight, mask)
+        if guided:
+            method.guide_optimizer(optimizer, guided)
 
     @torch.no_grad()
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -379,7 +386,7 @@ def require_own_weights(layers: Mapping[str, SparseLayer]) -> None:
 
 def require_rates(method: Method, layers: Mapping[str, SparseLayer], optimizer: Optimizer) -> None:
     """Refuse an optimizer without learning rates if the method changes weights by them."""
-    if method.sparse_row.J != DW or type(method).adjust_weight_ is Method.adjust_weight_:
+    if method.sparse_row.J != DW or not _changes_weights(method):
         return
     weights = {id(layer.operands.rows.parameter(layer.weight)) for layer in layers.values()}
     for group in optimizer.param_groups:
@@ -390,6 +397,17 @@ def require_rates(method: Method, layers: Mapping[str, SparseLayer], optimizer: 
                 f"{method.options.name} multiplies the decay of weights: decay gradients instead, "
                 "or use an optimizer with lr"
             )
+
+
+def require_class(method: Method, layers: Mapping[str, SparseLayer], optimizer: Optimizer) -> None:
+    """Refuse an optimizer of another class than the method needs to train sparse weights."""
+    needed = method.optimizer_class
+    trains = any(layer.weight.requires_grad for layer in layers.values())
+    if needed is not None and trains and not isinstance(optimizer, needed):
+        raise ConfigError(
+            f"method {method.options.name} needs a {needed.__module__.partition('._')[0]}."
+            f"{needed.__name__}, got {type(optimizer).__name__}"
+        )
 
 
 def require_held(layers: Mapping[str, SparseLayer], optimizer: Optimizer) -> None:
@@ -430,10 +448,20 @@ def warn_of_outside_reads(watches: Mapping[str, OutsideReads]) -> None:
 
 
 def _adjusts(method: Method) -> bool:
-    """Return True if the method changes gradients, or else weights, in the present phase."""
+    """Return True if the method changes gradients, weights or the update in the present phase."""
     if not method.phase.training:
         return False
-    return method.phase.row.J != DW or type(method).adjust_weight_ is not Method.adjust_weight_
+    return method.phase.row.J != DW or _changes_weights(method) or _guides(method)
+
+
+def _changes_weights(method: Method) -> bool:
+    """Return True if the method changes weights after the update."""
+    return type(method).adjust_weight_ is not Method.adjust_weight_
+
+
+def _guides(method: Method) -> bool:
+    """Return True if the method has an optimizer that wants to know its masks."""
+    return type(method).guide_optimizer is not Method.guide_optimizer
 
 
 def warn_if_decay_is_lost(

@@ -70,6 +70,10 @@ class Rows:
         """
         return function(rows, state)
 
+    def whole_state(self, state: S) -> S:
+        """Return the state of a layer for a function that sees the whole weight."""
+        return state
+
     def write(self, layer: nn.Module, name: str, value: Tensor) -> None:
         """Write a whole tensor into a buffer or Parameter of ``layer``."""
         getattr(layer, name).copy_(value)

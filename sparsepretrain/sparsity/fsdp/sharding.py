@@ -191,11 +191,14 @@ class ShardedRows(Rows):
         """Call ``function`` with the own rows, or with all rows if it must see them together."""
         if group is not None and self.has_whole_groups(group):
             return function(rows, state)
-        whole: Any = WholeState(state, self)
+        whole: Any = self.whole_state(state)
         result = function(self.gather(rows), whole)
         whole.write_back()
         own: T = self._own(result)
         return own
+
+    def whole_state(self, state: S) -> S:
+        return cast(S, WholeState(state, self))
 
     def _own(self, result: Any) -> Any:
         """Return the own rows of a tensor or of a tuple of tensors; scalars have no rows."""
@@ -240,7 +243,10 @@ class ShardedRows(Rows):
 
 
 class WholeState:
-    """State of a layer for a method that needs all rows: sharded tensors are gathered when read."""
+    """State of a layer for a method that needs all rows: sharded tensors are gathered when read.
+
+    Parameters of the method are whole between the gathers of FSDP, and shards otherwise.
+    """
 
     def __init__(self, state: Any, rows: ShardedRows) -> None:
         self._state = state
@@ -249,6 +255,8 @@ class WholeState:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._state, name)
+        if isinstance(value, DTensor):
+            return value.full_tensor()
         if name not in self._rows.names:
             return value
         if name not in self._gathered:

@@ -121,6 +121,10 @@ class SLoPe(StoredMask):
         """Return L (out_features, rank) and R (rank, in_features); None: no adapters yet."""
         return (state.left, state.right) if self.phase.stage else None
 
+    @property
+    def has_residual(self) -> bool:
+        return self.phase.stage > 0
+
     def residual(self, x: Tensor, state: LayerState) -> Tensor | None:
         if (factors := self.low_rank(state)) is None:
             return None

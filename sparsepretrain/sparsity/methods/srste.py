@@ -23,15 +23,14 @@ class RampedDecayOptions(MethodOptions):
     """λ rises linearly from 0 over this fraction of the run; 0: constant."""
 
 
-class MaskedDecay(Method):
-    """Masked decay on gradients; :attr:`decay` is the λ of the current step.
+class RampedDecay(Method):
+    """Masked decay whose λ of the current step is :attr:`decay`.
 
     The optional linear ramp is the annealed decay of AST (Huang et al., AAAI 2025,
     arXiv:2407.20584); the published SR-STE and T-SR-STE have none.
     """
 
     options: Any  # with `decay`, and in some methods `decay_ramp`
-    reads_packed_masks = True
 
     def __init__(self, options: MethodOptions, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
@@ -44,6 +43,12 @@ class MaskedDecay(Method):
         decay: float = self.options.decay
         done = self.schedule.step - self.schedule.start
         return decay * done / self._ramp_steps if done < self._ramp_steps else decay
+
+
+class MaskedDecay(RampedDecay):
+    """Masked decay on gradients."""
+
+    reads_packed_masks = True
 
     def decayed(self, mask: str) -> Operand:
         """Return the operand J for the mask of this name; dW if λ is 0."""

@@ -17,7 +17,7 @@ from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.kernels import nm_mask
 from support.small_loops import attached, gradients, said, through_disk, train
 from support.small_models import Net, draw
-from support.sparse_cases import build, sparsify
+from support.sparse_cases import build, optimizer_for, sparsify
 from support.tiny_runs import assert_equal_bits
 
 
@@ -426,7 +426,7 @@ def test_frozen_weights_are_sparse_and_never_written(method, held, silent):
     model.fc1.weight.requires_grad_(False)
     before = model.fc1.weight.detach().clone()
     chosen = [p for p in model.parameters() if held or p.requires_grad]
-    optimizer = attached(handle, torch.optim.AdamW(chosen, lr=1e-2, weight_decay=0.1))
+    optimizer = attached(handle, optimizer_for(method, chosen, weight_decay=0.1))
     trained = model.fc2.weight.detach().clone()
     for _ in range(25):  # past every switch; data do not matter
         draw_loss(model).backward()

@@ -6,14 +6,15 @@ import importlib.util
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsepretrain as sp
 from sparsepretrain import registry
-from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import nm_mask
+from sparsepretrain.sparsity.fsdp.sharding import whole
 from support import ROOT
-from support.small_loops import accumulate, eager_and_compiled, gradients, recomputed
+from support.small_loops import accumulate, attached, eager_and_compiled, gradients, recomputed
 from support.small_models import Blocks, ConvNet, Layer, Net, draw
 from support.sparse_cases import sparsify
 from support.tiny_runs import assert_equal_bits
@@ -142,6 +143,19 @@ def test_resumed_and_densified_models_keep_the_scales():
     torch.testing.assert_close(sp.densify(model)(x), expected)
 
 
-def test_sharding_is_refused():
-    with pytest.raises(ConfigError, match="row_scales does not go with sharding"):
-        build()[1].prepare_sharding()
+def test_one_shard_trains_like_the_unsharded_model(mesh):
+    results = []
+    for is_sharded in (False, True):
+        model, handle = build()
+        if is_sharded:
+            handle.prepare_sharding()
+            fully_shard(model, mesh=mesh)
+        optimizer = attached(handle, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        for step in range(3):
+            model(draw(4, 16, seed=step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert handle.prove().holds
+        state = {key: whole(value) for key, value in model.state_dict().items()}
+        results.append(copy.deepcopy(state | handle.dense_state_dict()))
+    assert_equal_bits(*results)

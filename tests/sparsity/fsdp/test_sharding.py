@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import sparsepretrain as sp
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.optim import StepAdamW
+from sparsepretrain.optim import AdamS, ASTAdamW, StepAdamW
 from sparsepretrain.sparsity.fsdp.sharding import MasterShard, part_of, plain, whole
 from support.small_loops import attached
 from support.tiny_runs import assert_equal_bits
@@ -35,7 +35,9 @@ def pair(method="srste", **options):
     return model, sp.sparsify(model, method, **targets, total_steps=6, **options)
 
 
-def sgd(model):
+def optimizer_of(model, method="srste"):
+    if method in ("ast", "cast"):
+        return {"ast": ASTAdamW, "cast": AdamS}[method](model.parameters(), lr=0.01)
     return torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
 
 
@@ -58,15 +60,21 @@ def sharded(mesh, method="srste", **options):
     model, sparsifier = pair(method, **options)
     sparsifier.prepare_sharding()
     fully_shard(model, mesh=mesh)
-    return model, sparsifier, attached(sparsifier, sgd(model))
+    return model, sparsifier, attached(sparsifier, optimizer_of(model, method))
 
 
 @pytest.mark.parametrize(
-    ("method", "options"), [("srste", {}), ("bimask", {"every": 2, "candidates": 4})]
+    ("method", "options"),
+    [
+        ("srste", {}),
+        ("bimask", {"every": 2, "candidates": 4}),
+        ("ast", {"refresh": 2, "slorb": 4}),
+        ("cast", {"refresh": 2, "decay": 0.01}),
+    ],
 )
 def test_one_shard_trains_like_the_unsharded_model(mesh, method, options):
     plain, alone = pair(method, **options)
-    optimizer = attached(alone, sgd(plain))
+    optimizer = attached(alone, optimizer_of(plain, method))
     model, sparsifier, steps = sharded(mesh, method, **options)
     assert isinstance(model[0].weight, DTensor)
     assert train(model, sparsifier, steps) == train(plain, alone, optimizer)
@@ -87,12 +95,14 @@ def test_one_shard_trains_like_the_unsharded_model(mesh, method, options):
         ("asp", {"at": 0.0}),
         ("slope", {}),
         ("slope", {"adapters": {"rank": 4, "start": 0.0}}),
+        ("ast", {"slorb": 4}),
+        ("cast", {}),
         ("dense", {}),
     ],
 )
 def test_weights_of_evaluation_of_shards_are_those_of_the_model(mesh, method, options):
     plain_model, alone = pair(method, **options)
-    optimizer = attached(alone, sgd(plain_model))
+    optimizer = attached(alone, optimizer_of(plain_model, method))
     model, sparsifier, steps = sharded(mesh, method, **options)
     train(model, sparsifier, steps, 3), train(plain_model, alone, optimizer, 3)
     expected = alone.dense_state_dict()
@@ -116,7 +126,7 @@ def test_one_shard_trains_like_the_unsharded_model_under_autocast(mesh, method):
         if is_sharded:
             sparsifier.prepare_sharding()
             fully_shard(model, mesh=mesh)
-        optimizer = attached(sparsifier, sgd(model))
+        optimizer = attached(sparsifier, optimizer_of(model))
         for _ in range(3):
             with torch.autocast("cpu", torch.bfloat16):
                 loss = (model(torch.ones(4, 16)) - 1).square().mean()
@@ -139,7 +149,7 @@ def test_operands_are_gathered_in_the_dtype_of_fsdp(mesh, method):
 
 def test_state_dict_loads_into_shards(mesh):
     plain, alone = pair("asp", at=0.0)
-    train(plain, alone, attached(alone, sgd(plain)))
+    train(plain, alone, attached(alone, optimizer_of(plain)))
     state = copy.deepcopy(plain.state_dict())
     model, sparsifier, _ = sharded(mesh, "asp", at=0.0)
     own = model.state_dict()
@@ -202,8 +212,8 @@ def perform(steps, mesh):
         "shard-columns": lambda: fully_shard(
             model, mesh=mesh, shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1)
         ),
-        "optimizer": lambda: optimizers.append(sgd(model)),
-        "attach": lambda: sparsifier.attach(optimizers[-1] if optimizers else sgd(model)),
+        "optimizer": lambda: optimizers.append(optimizer_of(model)),
+        "attach": lambda: sparsifier.attach(optimizers[-1] if optimizers else optimizer_of(model)),
         "run": lambda: model(torch.ones(2, 16, dtype=torch.float64)),
         "densify": lambda: sp.densify(model),
         "hold": lambda: sparsifier.hold(sparsifier.masks()),
@@ -267,7 +277,7 @@ def test_a_sharded_state_dict_is_written_as_safetensors_and_read_again(mesh, tmp
     sparsifier.prepare_sharding()
     fully_shard(model, mesh=mesh)
     if trained:
-        train(model, sparsifier, attached(sparsifier, sgd(model)), steps=2)
+        train(model, sparsifier, attached(sparsifier, optimizer_of(model)), steps=2)
     state = {key: value for key, value in model.state_dict().items() if "counters" not in key}
     shards = [v._local_tensor if isinstance(v, DTensor) else v for v in state.values()]
     assert not any(isinstance(shard, MasterShard) for shard in shards)
@@ -293,7 +303,7 @@ def test_a_consolidated_file_loads_in_stock_transformers(mesh, tmp_path):
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    sparsifier.attach(sgd(model))
+    sparsifier.attach(optimizer_of(model))
     writer = HuggingFaceStorageWriter(
         str(tmp_path), save_distributed=True, enable_consolidation=True
     )
@@ -319,7 +329,7 @@ def test_tensor_parallelism_is_refused(mesh, prepared):
 def test_a_model_from_the_meta_device_trains_like_one_made_in_memory(mesh, method, filled):
     whole_model, its_sparsifier = pair(method)
     weights = {k: v.clone() for k, v in whole_model.named_parameters() if "sparsity" not in k}
-    its_optimizer = attached(its_sparsifier, sgd(whole_model))
+    its_optimizer = attached(its_sparsifier, optimizer_of(whole_model))
     with torch.device("meta"):
         model, sparsifier = pair(method)
     sparsifier.prepare_sharding()
@@ -332,7 +342,7 @@ def test_a_model_from_the_meta_device_trains_like_one_made_in_memory(mesh, metho
         with torch.no_grad():
             for name, value in weights.items():
                 plain(model.get_parameter(name)).copy_(value)
-    optimizer = attached(sparsifier, sgd(model))
+    optimizer = attached(sparsifier, optimizer_of(model))
     if filled == "initialized":
         sparsifier.reset()
     assert train(model, sparsifier, optimizer) == train(whole_model, its_sparsifier, its_optimizer)
@@ -353,7 +363,7 @@ def test_a_compiled_model_from_the_meta_device_reads_nothing_of_it(mesh, order):
     fully_shard(model, mesh=mesh)
     if order == "emptied before attach":
         model.to_empty(device="cpu")
-    optimizer = attached(sparsifier, sgd(model))
+    optimizer = attached(sparsifier, optimizer_of(model))
     if order == "emptied after attach":
         model.to_empty(device="cpu")
     for parameter in model.parameters():

@@ -240,7 +240,10 @@ def test_activation_checkpointing_is_bit_exact(method, options, net, reentrant):
 @every_net
 def test_densify_is_exact(method, options, net):
     model, optimizer, sparsifier = build(method, options, dtype=torch.float32, net=net)
-    parameters, clean = dict(model.named_parameters()), net(torch.float32)
+    clean = net(torch.float32)
+    parameters = {
+        name: dict(model.named_parameters())[name] for name, _ in clean.named_parameters()
+    }
     train(model, optimizer, 0, 3)
     model.eval()
     x, _ = model.example(0)

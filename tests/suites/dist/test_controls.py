@@ -63,7 +63,7 @@ def test_a_flat_previous_mask_is_noticed(tiny):
 
 def test_shards_that_are_not_those_of_the_weights_are_noticed(record_property):
     """Operands of evaluation in a dense phase; masks that are one row off their weights."""
-    beside = [("bimask", 32), ("tsrste", 36), ("asp", 32)]
+    beside = [("bimask", 32), ("tsrste", 36), ("asp", 32), ("ast", 32), ("cast", 32)]
     cases = [{"name": "step", "evaluates": True, "reshard": False, "mutant": "no reshard"}]
     cases += [{"name": n, "inner": i, "mutant": "a shard shifted by one"} for n, i in beside]
     found = compared(2, cases)

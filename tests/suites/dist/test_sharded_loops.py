@@ -10,19 +10,22 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(1800)]
 FP64 = 1e-12
 
 METHODS = [{"name": name} for name in VARIANTS]
-KINDS = {"conv1d": "sste tsrste bimask slope step", "conv2d": "sste srste tsrste bimask asp"}
+KINDS = {
+    "conv1d": "sste tsrste bimask slope step ast cast",
+    "conv2d": "sste srste tsrste bimask asp ast",
+}
 STORAGES = [{"name": n, "kind": kind} for kind, names in KINDS.items() for n in names.split()]
 WAYS = [
     # 18 rows on each: blocks of four rows lie on two processes
-    *({"name": name, "inner": 36} for name in ("sste", "tsrste", "slope", "bimask")),
+    *({"name": name, "inner": 36} for name in ("sste", "tsrste", "slope", "bimask", "cast")),
     {"name": "asp", "kind": "conv1d", "inner": 36},
     # the operand of evaluation is another one while STEP trains dense
     *({"name": "step", "evaluates": True, "reshard": again} for again in (True, False, None)),
-    {"name": "bimask", "evaluates": True, "reshard": False},
+    *({"name": name, "evaluates": True, "reshard": False} for name in ("bimask", "cast")),
     {"name": "sste", "counted": True, "fused": False},
 ]
 UNEVEN = [
-    *({"name": n} for n in ("sste", "tsrste", "bimask", "slope", "step", "sste weight")),
+    *({"name": n} for n in ("sste", "tsrste", "bimask", "slope", "step", "sste weight", "cast")),
     {"name": "asp", "kind": "conv1d"},
     {"name": "tsrste", "kind": "conv2d"},
     {"name": "srste", "inner": 4},  # 2, 2 and no rows
