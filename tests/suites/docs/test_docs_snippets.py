@@ -170,9 +170,12 @@ def test_the_whole_way_of_retraining_can_be_typed(tmp_path, monkeypatch, capsys)
     assert verbs == ["train", "prune", "audit", "finetune", "export", "audit", "-c"]
     monkeypatch.chdir(tmp_path)
     for program, *words in typed:
-        argv = [
-            glob.glob(word.replace("HASH", "*"))[0] if "HASH" in word else word for word in words
-        ]
+        argv = []
+        for word in words:
+            if "HASH" in word:
+                key, equals, path = word.rpartition("=")  # teacher.path=runs/dense/HASH-s0
+                word = key + equals + glob.glob(path.replace("HASH", "*"))[0]
+            argv.append(word)
         if program == "python":
             done = subprocess.run([sys.executable, *argv], capture_output=True, text=True)
             assert done.returncode == 0 and "def main(" in done.stdout, done.stderr
