@@ -23,8 +23,8 @@ LOSSES = {
 }  # fmt: skip
 """Training loss, mean of the last fifty of 300 steps. If one changes, say why.
 
-From scratch, which is not what ``ast`` and ``cast`` are for: all layers are sparse, and with a λ for
-GPT-2 a quarter of the masks of ``ast`` change at each refresh."""
+From scratch, which is not what ``ast`` and ``cast`` are for: all layers are sparse, and with a λ
+for GPT-2 many masks of ``ast`` change at each refresh."""
 
 
 def final(tiny, method):
