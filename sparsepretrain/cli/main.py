@@ -113,8 +113,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(f"error: disk full: cannot write {error.filename or 'the output'}")
         return CheckpointError.exit_code
     except (Exception, KeyboardInterrupt) as error:
-        # argparse and OmegaConf can turn an interrupt into an error of their own
-        if not any(isinstance(cause, KeyboardInterrupt) for cause in causes(error)):
+        # Argparse and OmegaConf can turn an interrupt into an error of their own, and numpy fails
+        # later if its import was interrupted: an error after Ctrl-C counts as the interrupt.
+        is_interrupt = any(isinstance(cause, KeyboardInterrupt) for cause in causes(error))
+        if not (is_interrupt or processes.interrupted):
             report(error)
             raise
         _complain("interrupted")

@@ -181,7 +181,11 @@ def test_finished_run_loads_no_model(tiny, capfd, monkeypatch):
     assert ends == [f"finished ({steps} steps): nothing to do" for steps in (2, 1)]
 
 
-def test_an_interrupt_that_a_library_swallows_still_ends_the_command(tiny, monkeypatch, capfd):
+@pytest.mark.parametrize("then", ["goes on", "fails"])
+def test_an_interrupt_that_a_library_swallows_still_ends_the_command(
+    tiny, monkeypatch, capfd, then
+):
+    """Numpy, interrupted while it is imported, fails at its next use."""
     from sparsepretrain.training import plan
 
     def library(run):
@@ -189,7 +193,12 @@ def test_an_interrupt_that_a_library_swallows_still_ends_the_command(tiny, monke
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1)
         except BaseException:
-            return
+            pass
+        if then == "fails":
+            broken()
+
+    def broken():
+        broken()  # RecursionError, which names no interrupt
 
     monkeypatch.setattr(plan, "require_a_sparse_step", library)
     monkeypatch.setattr(processes, "interrupted", False)
