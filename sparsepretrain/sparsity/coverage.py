@@ -17,7 +17,7 @@ from sparsepretrain.sparsity.engine.layers import SparseLayer
 from sparsepretrain.sparsity.engine.model_state import ModelState
 from sparsepretrain.sparsity.matmuls.three import MATMUL_OF, MATMULS
 from sparsepretrain.sparsity.method import title
-from sparsepretrain.sparsity.operand_table import Row
+from sparsepretrain.sparsity.operand_table import Row, W
 
 SHOWN = 4
 """Maximum number of other dense weights that a report names."""
@@ -268,6 +268,11 @@ def prove(layers: dict[str, SparseLayer], state: ModelState) -> Proof:
     (n, m), phase = state.method.pattern, state.method.phase
     why = "" if phase.evaluation else phase.reason
     proof = Proof(pattern=f"{n}:{m}", sparse=False, why_dense=why)
+    a = phase.row.A
+    if phase.evaluation and phase.training and a != W and a.pattern is None:
+        # decaying masks (mdgf) and weights that the end prunes (cast): a run may stop before
+        proof.why_dense = f"({a}), not {n}:{m} so far"
+        return proof
     counts = {}
     for name, layer in layers.items():
         weight = layer.operands.project(layer.weight).forward

@@ -12,6 +12,7 @@ from sparsepretrain.console import Console
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.training import plan
 from sparsepretrain.training.reach import steps_to_zero
+from sparsepretrain.training.trainer import train
 from support import ROOT
 from support.tiny_runs import Tiny, assert_same_run, interrupted, metrics
 
@@ -43,6 +44,14 @@ def test_a_run_of_cast_ends_with_the_pattern(tiny, dense):
     assert all(0 < line["masked_share"] < 0.5 for line in lines)
     weights = freeze.from_yaml(outcome.directory / "config.yaml")["sparsity"]
     assert weights["name"] == "cast"
+
+
+@pytest.mark.parametrize("words", [CAST, ("sparsity=mdgf", "sparsity.until=0.9")])
+def test_a_run_may_stop_before_its_weights_have_the_pattern(tiny, words):
+    run = tiny.load(*words)
+    out = io.StringIO()
+    assert train(run, Console(out), stop_after=3) == 0, out.getvalue()
+    assert "not 2:4 so far" in out.getvalue() and "NOT 2:4" not in out.getvalue()
 
 
 def test_the_last_evaluation_also_measures_the_weights_without_a_branch(tiny):
