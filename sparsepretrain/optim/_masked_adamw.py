@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from sparsepretrain.errors import ConfigError
 from sparsepretrain.optim._initialization import creates_state
 
 
-class MaskedAdamW(Optimizer):
+class MaskedAdamW(Optimizer, abc.ABC):
     """AdamW; a weight with a mask follows :meth:`direction` instead of its first moment.
 
     In step t, counted from 1, with the gradient g and the mask M of a weight W:
@@ -54,6 +55,7 @@ class MaskedAdamW(Optimizer):
         """Masks of the next step: Parameter -> bool, True where kept, of its shape on this rank."""
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
+    @abc.abstractmethod
     def direction(self, momentum: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
         """Return u, a new tensor; all have the shape of the weight.
 
@@ -62,7 +64,6 @@ class MaskedAdamW(Optimizer):
             weight: before this step.
             mask: bool, True where kept.
         """
-        raise NotImplementedError
 
     def mark_sparse(self, params: Iterable[Tensor]) -> None:
         """Refuse sparse weights in which the decay would be lost to rounding (ConfigError)."""

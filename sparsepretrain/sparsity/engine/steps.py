@@ -404,6 +404,7 @@ def require_class(method: Method, layers: Mapping[str, SparseLayer], optimizer: 
     needed = method.optimizer_class
     trains = any(layer.weight.requires_grad for layer in layers.values())
     if needed is not None and trains and not isinstance(optimizer, needed):
+        # named by the package that exports it, not by its private file
         raise ConfigError(
             f"method {method.options.name} needs a {needed.__module__.partition('._')[0]}."
             f"{needed.__name__}, got {type(optimizer).__name__}"

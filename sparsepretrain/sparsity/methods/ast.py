@@ -13,15 +13,17 @@ from torch.nn import Parameter
 from torch.nn.functional import linear
 from torch.optim import Optimizer
 
-from sparsepretrain.errors import ConfigError
 from sparsepretrain.optim import ASTAdamW
-from sparsepretrain.optim.adamw import AdamWOptions
+from sparsepretrain.optim.adamw import adamw_arguments
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import Row
 from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.method import FineTuning
 from sparsepretrain.sparsity.methods.asp import StoredMask
 from sparsepretrain.sparsity.methods.srste import RampedDecay, RampedDecayOptions
+
+DECAYS = "the decay is part of its update"
+"""Reason for which AST and CAST need AdamW."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,22 +110,8 @@ class AST(RampedDecay, StoredMask):
 
     def build_optimizer(self, groups: list[dict[str, Any]], options: Any) -> Optimizer:
         """ASTAdamW with the AdamW options of the run."""
-        return ASTAdamW(groups, **adamw_options("ast", options))
+        return ASTAdamW(groups, **adamw_arguments(options, "ast", DECAYS))
 
     def guide_optimizer(self, optimizer: Any, masks: Mapping[Tensor, Tensor]) -> None:
         optimizer.masks = masks
         optimizer.decay = self.decay
-
-
-def adamw_options(method: str, options: Any) -> dict[str, Any]:
-    """Return keyword arguments for the optimizer of a method that is a kind of AdamW.
-
-    Raises:
-        ConfigError: ``options`` are those of another optimizer.
-    """
-    if not isinstance(options, AdamWOptions):
-        raise ConfigError(
-            f"sparsity={method} needs optim=adamw (its decay is part of that update), got "
-            f"{options.name}"
-        )
-    return {key: getattr(options, key) for key in ("lr", "betas", "eps", "weight_decay")}

@@ -15,12 +15,13 @@ from torch.optim import Optimizer
 from sparsepretrain import kernels
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.optim import AdamS
+from sparsepretrain.optim.adamw import adamw_arguments
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import MethodOptions, Operand, Phase, Projection, Row
 from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.method import FineTuning
 from sparsepretrain.sparsity.methods.asp import StoredMask
-from sparsepretrain.sparsity.methods.ast import adamw_options
+from sparsepretrain.sparsity.methods.ast import DECAYS
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,7 +128,7 @@ class CAST(StoredMask):
 
     def build_optimizer(self, groups: list[dict[str, Any]], options: Any) -> Optimizer:
         """AdamS with the AdamW options of the run."""
-        return AdamS(groups, **adamw_options("cast", options))
+        return AdamS(groups, **adamw_arguments(options, "cast", DECAYS))
 
     def guide_optimizer(self, optimizer: Any, masks: Mapping[Tensor, Tensor]) -> None:
         optimizer.masks = masks

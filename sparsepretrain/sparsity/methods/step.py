@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from sparsepretrain.errors import ConfigError, Problems
 from sparsepretrain.optim import StepAdamW
-from sparsepretrain.optim.adamw import AdamWOptions
+from sparsepretrain.optim.adamw import adamw_arguments
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import Method, MethodOptions, Phase, Row
 from sparsepretrain.sparsity.method import FineTuning
@@ -74,13 +74,9 @@ class STEP(MaskedDecay, STE):
 
     def build_optimizer(self, groups: list[dict[str, Any]], options: Any) -> Optimizer:
         """StepAdamW with the AdamW options of the run and AutoSwitch's of this method."""
-        if not isinstance(options, AdamWOptions):
-            raise ConfigError(
-                f"sparsity=step needs optim=adamw (it freezes its moments), got {options.name}"
-            )
+        given = adamw_arguments(options, "step", "it freezes its moments")
         names = ("option", "frozen_bias_correction", "denominator")
-        given: dict[str, Any] = {key: getattr(self.options, key) for key in names}
-        given |= {key: getattr(options, key) for key in ("lr", "betas", "eps", "weight_decay")}
+        given |= {key: getattr(self.options, key) for key in names}
         clipping = (self._bound(0), self._bound(1))
         window = self.options.window_length
         return StepAdamW(groups, **given, clipping=clipping, window=window)
