@@ -110,8 +110,9 @@ class MaskedAdamW(Optimizer, abc.ABC):
             [local(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
-            # A fused step on a GPU would need its counts there, where reading them waits.
-            fused=all(local(p).is_cpu for p in params),
+            # Not fused: that step on a GPU needs its counts there, where reading them waits, and
+            # one of a CPU that differed would make its runs no check of a GPU's.
+            foreach=True,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,

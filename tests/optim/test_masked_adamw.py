@@ -110,7 +110,7 @@ def test_fifty_steps_equal_the_equations(method, options, direction, pattern):
 @pytest.mark.parametrize("kind", [ASTAdamW, AdamS])
 def test_without_masks_it_is_the_adamw_of_torch(kind):
     results = []
-    for cls, more in ((torch.optim.AdamW, {"fused": True}), (kind, {})):
+    for cls, more in ((torch.optim.AdamW, {"foreach": True}), (kind, {})):
         model = Net(torch.float32)
         groups = [
             {"params": [p for p in model.parameters() if p.dim() > 1]},

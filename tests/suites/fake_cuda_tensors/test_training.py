@@ -53,7 +53,7 @@ RECIPES = {
     "weight": ("sparsity=sste", "sparsity.mvue=weight", "sparsity.beta_update=step"),
 }
 SPARSE = {
-    **dict.fromkeys(("bimask", "slope", "srste", "ste"), ()),
+    **dict.fromkeys(("ast", "bimask", "slope", "srste", "ste"), ()),
     "asp": ("sparsity.at=0.0",),
     "mdgf": ("sparsity.until=0.0",),
     "sdgf": ("sparsity.until=0.0",),
