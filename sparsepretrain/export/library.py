@@ -11,7 +11,7 @@ from torch import nn
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.export.semi_structured import ABOUT
 from sparsepretrain.sparsity import sparsifier_of
-from sparsepretrain.sparsity.engine.layers import SparseLayer
+from sparsepretrain.sparsity.engine.weights import SparseWeight
 
 COMPILED = "_orig_mod."
 """Part of the names in a model, or of blocks, that torch.compile wrapped."""
@@ -52,7 +52,7 @@ def save_pretrained(model: nn.Module, directory: str | Path, **options: Any) -> 
         name.replace(COMPILED, ""): tensor for name, tensor in sparsifier.dense_tensors_of(model)
     }
     save(directory, state_dict=state, **options)
-    names = [name for name, module in model.named_modules() if isinstance(module, SparseLayer)]
+    names = [name for name, module in model.named_modules() if isinstance(module, SparseWeight)]
     about = {
         "method": sparsifier.method.options.name,
         "pattern": proof.pattern if proof.holds else None,

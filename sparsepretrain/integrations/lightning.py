@@ -13,7 +13,7 @@ except ImportError:
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.integrations._attaching import reattach
 from sparsepretrain.sparsity import Sparsifier, sparsifier_of, sparsify
-from sparsepretrain.sparsity.engine.layers import SparseLayer
+from sparsepretrain.sparsity.engine.weights import SparseWeight
 
 
 class SparsityCallback(Callback):
@@ -49,7 +49,7 @@ class SparsityCallback(Callback):
         Raises:
             ConfigError: see :func:`sparsepretrain.sparsify`.
         """
-        if not any(isinstance(module, SparseLayer) for module in pl_module.modules()):
+        if not any(isinstance(module, SparseWeight) for module in pl_module.modules()):
             sparsify(pl_module, self.method, **self.options)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -12,7 +12,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.integrations._attaching import reattach
 from sparsepretrain.sparsity import sparsifier_of, sparsify
-from sparsepretrain.sparsity.engine.layers import SparseLayer
+from sparsepretrain.sparsity.engine.weights import SparseWeight
 
 
 def sparse_spec(
@@ -85,4 +85,4 @@ def sparse_spec(
 
 
 def _is_sparse(model: nn.Module) -> bool:
-    return any(isinstance(module, SparseLayer) for module in model.modules())
+    return any(isinstance(module, SparseWeight) for module in model.modules())

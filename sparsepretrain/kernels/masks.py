@@ -99,6 +99,12 @@ def packed_flip_count(
     return flips
 
 
+def packed_flip_counts(previous: Tensor, current: Tensor, slices: int) -> Tensor:
+    """Count the flips of each of ``slices`` equal parts of two masks packed by rows; (slices,)."""
+    _require_pair("packed_flip_counts", previous, current)
+    return _bits(previous ^ current).view(slices, -1).sum(1)
+
+
 def _require_pair(name: str, previous: Tensor, current: Tensor) -> None:
     if previous.shape != current.shape:
         shapes = tuple(previous.shape), tuple(current.shape)

@@ -86,6 +86,8 @@ STYLES = (
         "*.shared_expert*.down_proj",
         "",
     ),
+    # experts in 3-D weights: Mixtral, Qwen-MoE, OLMoE, DeepSeek, GPT-OSS, Llama 4
+    Style("*.experts.gate_up_proj *.experts.up_proj", "*.experts.down_proj", ""),
     # T5, mT5, UMT5, LongT5
     Style("*.DenseReluDense.wi*", "*.DenseReluDense.wo", "*Attention.[qkvo]"),
 )

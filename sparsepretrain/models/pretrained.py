@@ -548,7 +548,13 @@ def _roles(path: str) -> dict[str, list[str]]:
 
     with torch.device("meta"), _one_line(f"{path}: config.json describes no model"):
         model = AutoModel.from_config(_read(path))
-    return roles_of(name for name, module in model.named_modules() if hasattr(module, "weight"))
+    return roles_of(names_of_weights(model))
+
+
+def names_of_weights(model: nn.Module) -> list[str]:
+    """Return the names of modules with a weight, and of Parameters that may be banks of experts."""
+    layers = [name for name, module in model.named_modules() if hasattr(module, "weight")]
+    return layers + [name for name, parameter in model.named_parameters() if parameter.dim() == 3]
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from sparsepretrain.kernels import nonzeros_per_group
 from sparsepretrain.kernels.cusparselt.packed24 import version
 from sparsepretrain.sparsity.engine.layer_classes import dense_weights, sparse_class
-from sparsepretrain.sparsity.engine.layers import SparseLayer
 from sparsepretrain.sparsity.engine.model_state import ModelState
+from sparsepretrain.sparsity.engine.weights import SparseWeight
 from sparsepretrain.sparsity.matmuls.three import MATMUL_OF, MATMULS
 from sparsepretrain.sparsity.method import title
 from sparsepretrain.sparsity.operand_table import Row, W
@@ -30,7 +30,7 @@ class CoveredLayer(NamedTuple):
     kind: str  # class that was replaced
     in_features: int  # of a convolution: in_channels / groups
     out_features: int  # of a convolution: out_channels
-    kernel: tuple[int, ...]  # kernel size of a convolution; () for linear layers
+    kernel: tuple[int, ...]  # kernel size of a convolution, slices of a bank; () for linear layers
     fprop: str  # operands in the sparse phase
     dgrad: str
     wgrad: str
@@ -131,7 +131,7 @@ def _layers(count: int) -> str:
     return "1 layer" if count == 1 else f"{count} layers"
 
 
-def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
+def cover(layers: dict[str, SparseWeight], state: ModelState) -> Coverage:
     """Build the report."""
     method = state.method
     row = state.method.sparse_row
@@ -139,16 +139,13 @@ def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
     words: Any = {k: ", ".join(map(str, operands)) for k, operands in row.operands.items()}
     rows = []
     for name, layer in layers.items():
-        axis = layer.sparsity.dim
-        shape = layer.weight.shape
-        sizes = shape[axis], shape[1 - axis], tuple(shape[2:])
         chosen = layer.operands.matmuls
         untried = "" if chosen.packs or chosen.is_final else "not tried yet"
         why = {MATMUL_OF[name]: why or untried for name, why in chosen.reasons.items()}
         kind = layer.replaces.__name__
         padded = {MATMUL_OF[name]: features for name, features in chosen.padding().items()}
         words |= {"simulated": chosen.simulated, "emulated": why, "padded": padded}
-        rows.append(CoveredLayer(name, kind, *sizes, **words))
+        rows.append(CoveredLayer(name, kind, *layer.sizes, **words))
     census = count_weights(state.root)
     return Coverage(
         method=method.options.name,
@@ -186,7 +183,7 @@ def count_weights(root: nn.Module) -> Census:
     """Group the weights of two or more dimensions by kind of module."""
     census = Census({}, {}, {}, {})
     for name, module in root.named_modules():
-        if isinstance(module, SparseLayer):
+        if isinstance(module, SparseWeight):
             census.sparse[name] = module.weight
         elif sparse_class(type(module)) is not None:
             census.linears[name] = module.weight
@@ -263,7 +260,7 @@ def nm_holds(weight: Tensor, n: int, m: int, dim: int) -> Tensor:
 
 
 @torch.no_grad()
-def prove(layers: dict[str, SparseLayer], state: ModelState) -> Proof:
+def prove(layers: dict[str, SparseWeight], state: ModelState) -> Proof:
     """Count non-zeros per group of M along in_features in every forward weight."""
     (n, m), phase = state.method.pattern, state.method.phase
     why = "" if phase.evaluation else phase.reason

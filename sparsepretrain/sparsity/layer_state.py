@@ -16,6 +16,8 @@ from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import AnyKey, ClockKey, NoiseKey, noise_key, pack_rows
 from sparsepretrain.sparsity.clock import Clock, ClockReading
 
+ROOM_OF_SLICES = 2**16
+"""Draws, one per token or per four, that each slice of a bank has at least in a micro-batch."""
 PREVIOUS_MASK = "previous_mask"
 """Buffer: packed mask of the last comparison, (rows, bytes)."""
 
@@ -29,6 +31,7 @@ class LayerState(nn.Module):
         index: position among the sparse layers of the model, part of the keys.
         weight: initial weight, as stored.
         dim: axis of in_features, or of the input channels, in the stored weight.
+        slice_rows: rows of each slice of a bank, which is one tall matrix; None: of a layer.
     """
 
     previous_mask: Tensor
@@ -41,12 +44,21 @@ class LayerState(nn.Module):
 
         def __getattr__(self, name: str) -> Tensor: ...
 
-    def __init__(self, clock: Clock, name: str, index: int, weight: Tensor, dim: int) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        name: str,
+        index: int,
+        weight: Tensor,
+        dim: int,
+        slice_rows: int | None = None,
+    ) -> None:
         super().__init__()
         self.clock = clock
         self.layer_name = name
         self._index = index
         self.dim = dim
+        self.slice_rows = slice_rows
         self.shape = tuple(weight.shape)
         self.register_buffer(PREVIOUS_MASK, pack_rows(torch.zeros_like(weight, dtype=torch.bool)))
         self.place_index(weight.device)
@@ -82,6 +94,11 @@ class LayerState(nn.Module):
         """Move :attr:`index` of compiled graphs to the device of the layer."""
         with torch.inference_mode(False):  # compiled training reads it later
             self._index_tensor = torch.tensor(self._index, device=device)
+
+    @property
+    def slices(self) -> int:
+        """Slices of a bank; 1 for a layer."""
+        return 1 if self.slice_rows is None else self.shape[0] // self.slice_rows
 
     @property
     def method_tensors(self) -> list[str]:
@@ -122,6 +139,8 @@ class LayerState(nn.Module):
         matmul |= call << 8
         seed = self.clock.seed
         room = max(counters, -(-self.clock.capacity // per))
+        if self.slice_rows is not None:  # micro-batches send different numbers of tokens there
+            room = max(room, ROOM_OF_SLICES)
         if isinstance(reading, Tensor):
             return ClockKey(reading, seed, self.index, matmul, room)
         step, micro = reading

@@ -90,8 +90,15 @@ class Method:
     finetuning: ClassVar[FineTuning] = FineTuning()
     mask_rule: ClassVar[Literal["magnitude", "transposable", "other"]] = "magnitude"
     """Rule of :meth:`mask`; reports compare flip rates of one rule only."""
-    layer_kinds: tuple[str, ...] = ("linear", "convolution", "grouped convolution")
-    """Kinds of layers that the method supports."""
+    layer_kinds: tuple[str, ...] = (
+        "linear",
+        "convolution",
+        "grouped convolution",
+        "bank",
+        "transposed bank",
+    )
+    """Kinds of layers that the method supports; the slices of a bank are (out, in), those of a
+    transposed one (in, out)."""
     differentiable: ClassVar[bool] = False
     """True if :meth:`project` runs under autograd in each training forward, to train Parameters.
     A then receives dA without a straight-through estimator: use differentiable operations."""

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.kernels import boundary_magnitudes
-from sparsepretrain.sparsity.engine.layers import SparseLayer
 from sparsepretrain.sparsity.engine.model_state import ModelState
+from sparsepretrain.sparsity.engine.weights import SparseWeight
 
 
 @torch.no_grad()
 def measure(
-    layers: Mapping[str, SparseLayer],
+    layers: Mapping[str, SparseWeight],
     state: ModelState,
     flips: Tensor | None,
     counts: Tensor | None,
@@ -32,6 +32,7 @@ def measure(
     """
     method = state.method
     rows = []
+    of_slices = {}  # numbers of the slices of a bank: name -> (density or flips, …)
     own_rows = next(iter(layers.values())).operands.rows
     for layer in layers.values():
         operands = layer.operands
@@ -49,13 +50,24 @@ def measure(
             rest = magnitude.masked_fill(operands.bool_mask(layer.weight), 0.0)
             masks = [rest.sum(), magnitude.sum()]
         rows.append(torch.stack([*sizes, used.count_nonzero().double(), gap, *masks]))
+        slice_rows = layer.sparsity.slice_rows
+        if per_layer and slice_rows is not None:
+            name = layer.sparsity.layer_name
+            in_slices = used.view(-1, slice_rows * used.shape[1]).count_nonzero(1)
+            of_slices[f"density/{name}"] = operands.rows.gather(in_slices)
+            if flips is not None and name in state.slice_flips:
+                flipped_slices = state.slice_flips[name]
+                of_slices[f"flip_rate/{name}"] = operands.rows.gather(flipped_slices)
     # sums of integers below 2⁵³ are exact in fp64
     columns = [
         own_rows.total(torch.stack(rows)),
         flips,
         counts if counts is None else counts.t(),
     ]
-    table = torch.column_stack([c for c in columns if c is not None]).tolist()
+    stacked = torch.column_stack([c for c in columns if c is not None])
+    together = [stacked.flatten(), *(numbers.double() for numbers in of_slices.values())]
+    values = iter(torch.cat(together).tolist())
+    table = [[next(values) for _ in range(stacked.shape[1])] for _ in layers]
     width = 6 + (flips is not None)
     counted = [list(map(int, c)) for c in zip(*(row[width:] for row in table), strict=True)]
     table = [row[:width] for row in table]
@@ -78,4 +90,8 @@ def measure(
             result[f"l1_gap/{name}"] = row[3] / row[1]
             if flipped:
                 result[f"flip_rate/{name}"] = row[-1] / row[0]
+        for key, counted_slices in of_slices.items():
+            of_slice = layers[key.partition("/")[2]].weight.numel() / len(counted_slices)
+            for index in range(len(counted_slices)):
+                result[f"{key}/{index}"] = next(values) / of_slice
     return result, counted

@@ -9,31 +9,35 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sparsepretrain import registry
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
+from sparsepretrain.sparsity.engine.banks import SparseBank, is_transposed
 from sparsepretrain.sparsity.engine.layer_classes import (
     dense_weights,
     replacement_of,
     sparse_class,
 )
-from sparsepretrain.sparsity.engine.layers import SparseLayer, is_dtensor
 from sparsepretrain.sparsity.engine.own_forwards import forward_objection, layer_family
 from sparsepretrain.sparsity.engine.sharing import shared_weights
+from sparsepretrain.sparsity.engine.weights import SparseWeight, is_dtensor
 from sparsepretrain.sparsity.method import Method
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Types of a weight that can be sparse."""
 
-SUPPORTED = "(supported: nn.Linear, nn.Conv2d, transformers' Conv1D)"
+_NO_BANKS = (nn.modules.conv._ConvNd, nn.Bilinear, nn.RNNBase, SparseWeight)
+"""Modules whose Parameters of three or more dimensions are no slices for matmuls."""
+
+SUPPORTED = "(supported: nn.Linear, nn.Conv2d, transformers' Conv1D and experts, banks by name)"
 """Kinds of layers, in messages."""
 
 
 def select_layers(model: nn.Module, patterns: list[str], exclude: Sequence[str]) -> dict[str, Any]:
     """Return matching layers by name, in the model's order; report every problem at once."""
-    if sparse_class(type(model)) is not None or isinstance(model, SparseLayer):
+    if sparse_class(type(model)) is not None or isinstance(model, SparseWeight):
         raise ConfigError("the model is a bare layer: wrap it in a module, which can be searched")
     problems: list[str | tuple[str, str]] = []
     chosen: dict[str, Any] = {}
@@ -49,15 +53,18 @@ def select_layers(model: nn.Module, patterns: list[str], exclude: Sequence[str])
         if module in adapters:
             continue
         hits = {p for p in patterns for alias in aliases if _matches(alias, p)}
+        banks, bank_hits, kept = _select_banks(module, aliases, patterns, exclude)
+        chosen |= banks
+        matched |= bank_hits
         if not hits:
             continue
         if not name:  # weights of all blocks may be one Parameter of the root
-            if banks := dense_weights(module):
-                left_out[name] = _described(name, module, banks)
+            if kept:
+                left_out[name] = _described(name, module, kept)
             continue
         if any(_matches(alias, p) for alias in aliases for p in exclude):
             pass
-        elif isinstance(module, SparseLayer):
+        elif isinstance(module, SparseWeight):
             problems.append(f"layer {name!r} is sparse already: call densify(model) first")
         elif layer_family(type(module)) is not None and _computes_weight(module):
             problems.append(
@@ -82,7 +89,7 @@ def select_layers(model: nn.Module, patterns: list[str], exclude: Sequence[str])
                 problems.append(f"layer {name!r} ({kind}) has {why}: exclude it")
             else:
                 chosen[name] = module
-        elif kept := dense_weights(module):
+        elif kept:
             text = _described(name, module, kept)
             if hits == {"*"}:
                 left_out[name] = text
@@ -116,6 +123,37 @@ def select_layers(model: nn.Module, patterns: list[str], exclude: Sequence[str])
             stacklevel=4,
         )
     return chosen
+
+
+def _select_banks(
+    module: nn.Module, aliases: Sequence[str], patterns: Sequence[str], exclude: Sequence[str]
+) -> tuple[dict[str, SparseBank], set[str], dict[str, Tensor]]:
+    """Return the own Parameters of a module that become banks, by name.
+
+    Experts of transformers match by the name of the module or of the Parameter. Other Parameters of
+    three or more dimensions match by their own names, and not ``*``, which means all layers: what
+    their axes are shows when they are read. Also return the globs that match, and the other
+    Parameters of two or more dimensions that were not excluded.
+    """
+    banks: dict[str, SparseBank] = {}
+    matched: set[str] = set()
+    others: dict[str, Tensor] = {}
+    transposed = is_transposed(module)
+    has_banks = layer_family(type(module)) is None and not isinstance(module, _NO_BANKS)
+    for key, parameter in dense_weights(module).items():
+        paths = [f"{alias}.{key}" if alias.strip(".") else key for alias in aliases]
+        names = [*paths, *(aliases if transposed is not None else ())]
+        hits = {p for p in patterns for each in names if _matches(each, p)}
+        if any(_matches(each, p) for each in (*paths, *aliases) for p in exclude):
+            matched |= hits
+        elif (
+            parameter.dim() < 3 or not has_banks or hits <= ({"*"} if transposed is None else set())
+        ):
+            others[key] = parameter
+        else:
+            matched |= hits
+            banks[paths[0]] = SparseBank(module, key, 0 if transposed else 1)
+    return banks, matched, others
 
 
 def _parts_of_adapters(model: nn.Module) -> set[nn.Module]:
@@ -191,7 +229,6 @@ def check_shapes(layers: dict[str, Any], method: Method) -> None:
         if torch.nn.parameter.is_lazy(layer.weight):
             problems.append(f"layer {name!r} has no shape yet: run one forward before sparsify")
             continue
-        inputs = replacement_of(layer).in_dim
         convolution = isinstance(layer, nn.Conv2d)
         groups = getattr(layer, "groups", 1)
         kind = "channels" if convolution else "features"
@@ -199,7 +236,14 @@ def check_shapes(layers: dict[str, Any], method: Method) -> None:
         if groups > 1:
             kind = "channels / groups"
             layer_kind = "grouped convolution"
-        sizes = layer.weight.shape[inputs], layer.weight.shape[1 - inputs] // groups
+        if isinstance(layer, SparseBank):
+            layer_kind = "bank" if layer.in_dim == 1 else "transposed bank"
+            sizes = layer.sizes[:2]
+            if not layer.weight.is_contiguous():
+                problems.append(f"the bank {name!r} is not contiguous in memory: exclude it")
+        else:
+            inputs = replacement_of(layer).in_dim
+            sizes = layer.weight.shape[inputs], layer.weight.shape[1 - inputs] // groups
         for axis, size, multiple in zip(("in", "out"), sizes, method.multiples[::-1], strict=True):
             if size % multiple:
                 problem = f"{axis}_{kind} = {size} is not a multiple of {multiple}"

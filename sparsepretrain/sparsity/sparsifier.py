@@ -15,7 +15,7 @@ from sparsepretrain.kernels import nonzeros_per_group, pack_rows
 from sparsepretrain.sparsity.adapters import mask_adapters as mask_adapters_of
 from sparsepretrain.sparsity.coverage import Coverage, Proof, cover, prove
 from sparsepretrain.sparsity.engine.attachments import holder_of
-from sparsepretrain.sparsity.engine.layers import SparseLayer, is_dtensor
+from sparsepretrain.sparsity.engine.layers import SparseLayer
 from sparsepretrain.sparsity.engine.model_state import BUFFERS, ModelState
 from sparsepretrain.sparsity.engine.sharing import require_unshared
 from sparsepretrain.sparsity.engine.steps import (
@@ -26,6 +26,7 @@ from sparsepretrain.sparsity.engine.steps import (
     require_present,
     require_rates,
 )
+from sparsepretrain.sparsity.engine.weights import SparseWeight, is_dtensor
 from sparsepretrain.sparsity.fsdp.rows import Rows
 from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.method import Method, title
@@ -33,7 +34,7 @@ from sparsepretrain.sparsity.metrics import measure
 from sparsepretrain.sparsity.selection import refuse_sharded
 
 
-def dense_weight(layer: SparseLayer, *, full: bool = True) -> Tensor:
+def dense_weight(layer: SparseWeight, *, full: bool = True) -> Tensor:
     """Return the weight of evaluation, laid out as stored; ``full``: whole, else a DTensor."""
     operands = layer.operands
     rows = operands.rows
@@ -43,10 +44,10 @@ def dense_weight(layer: SparseLayer, *, full: bool = True) -> Tensor:
     residual = residual_weight(layer)
     if residual is not None:
         weight = weight + rows.own_rows(residual)
-    return rows.gather(weight) if full else rows.wrap(weight)
+    return rows.stored(rows.gather(weight)) if full else rows.wrap(rows.stored(weight))
 
 
-def residual_weight(layer: SparseLayer) -> Tensor | None:
+def residual_weight(layer: SparseWeight) -> Tensor | None:
     """Return the method's residual (low-rank adapters) as a weight laid out like the layer's."""
     state = layer.sparsity
     shape = state.shape
@@ -62,7 +63,7 @@ def _added_to(model: nn.Module) -> tuple[str, ...]:
     keys = []
     for name, module in model.named_modules(remove_duplicate=False):
         prefix = f"{name}." if name else ""
-        if isinstance(module, SparseLayer):
+        if isinstance(module, SparseWeight):
             keys.append(f"{prefix}sparsity.")
         keys += [f"{prefix}{key}" for key in module._buffers if key.startswith(BUFFERS)]
     return tuple(keys)
@@ -88,10 +89,10 @@ class Sparsifier:
 
     def __init__(self, state: ModelState) -> None:
         self._state = state
-        self.layers: dict[str, SparseLayer] = {
+        self.layers: dict[str, SparseWeight] = {
             layer.sparsity.layer_name: layer
             for layer in state.root.modules()
-            if isinstance(layer, SparseLayer) and layer.sparse_model is state
+            if isinstance(layer, SparseWeight) and layer.sparse_model is state
         }
         self.steps = Steps(state, self.layers)
 
@@ -125,6 +126,17 @@ class Sparsifier:
         flips = self._state.flips if compared else None
         # a copy, because the all-reduce works in place and this may be read twice
         return None if flips is None else self._rows.total(flips.clone())
+
+    @property
+    def slice_flips(self) -> dict[str, Tensor]:
+        """Mask flips of the slices of each bank at the last step: name -> (slices,) int64.
+
+        Collective if the model is sharded.
+        """
+        if self._state.compared_at != self.completed_steps:
+            return {}
+        flips = self._state.slice_flips.items()
+        return {name: self.layers[name].operands.rows.gather(each) for name, each in flips}
 
     @property
     def completed_steps(self) -> int:
@@ -301,7 +313,8 @@ class Sparsifier:
             found = tuple(masks[name].shape) if name in masks else None
             if found != shape:
                 raise ConfigError(f"mask of {name}: expected shape {shape}, got {found}")
-            nonzeros = nonzeros_per_group(masks[name], m, dim=layer.in_dim)
+            matrix = layer.operands.rows.local(masks[name])
+            nonzeros = nonzeros_per_group(matrix, m, dim=layer.in_dim)
             if count := int((nonzeros > n).sum()):
                 full.append(f"{name} ({count:,} of {nonzeros.numel():,})")
         if full:
@@ -311,7 +324,8 @@ class Sparsifier:
                 "masks by magnitude, or another pattern (n=4, m=4 keeps any zeros)"
             )
         for name, layer in self.layers.items():
-            layer.sparsity.mask.copy_(pack_rows(masks[name].to(layer.weight.device).bool()))
+            mask = masks[name].to(layer.weight.device).bool().contiguous()
+            layer.sparsity.mask.copy_(pack_rows(layer.operands.rows.local(mask)))
             layer.operands.note_source(layer.weight)
         self._state.baseline_due = True
         self.refresh()
@@ -377,11 +391,12 @@ class Sparsifier:
         Raises:
             ConfigError: a sparse layer is missing.
         """
-        if missing := [name for name in self.layers if name not in inputs]:
+        layers = {k: layer for k, layer in self.layers.items() if isinstance(layer, SparseLayer)}
+        if missing := [name for name in layers if name not in inputs]:
             raise ConfigError(f"choose_matmuls: no shape for {', '.join(missing)}")
         if self._state.policy is not None:
             self._state.policy.micro_batches = micro_batches
-        for name, layer in self.layers.items():
+        for name, layer in layers.items():
             dtype = layer.operands.stored_dtype or layer.weight.dtype
             has_bias = layer.bias is not None
             layer.operands.try_matmuls(layer.weight, inputs[name], dtype, bias=has_bias)
@@ -435,7 +450,8 @@ class Sparsifier:
         masks = {}
         for name, layer in self.layers.items():
             operands = layer.operands
-            masks[name] = operands.rows.gather(operands.bool_mask(layer.weight)).clone()
+            mask = operands.rows.gather(operands.bool_mask(layer.weight))
+            masks[name] = operands.rows.stored(mask).clone()
         return masks
 
     def metrics(self, *, per_layer: bool = False) -> dict[str, float]:
@@ -451,7 +467,8 @@ class Sparsifier:
         (:meth:`Method.metrics`).
 
         Args:
-            per_layer: also ``flip_rate/<layer>`` and ``l1_gap/<layer>``.
+            per_layer: also ``flip_rate/<layer>`` and ``l1_gap/<layer>``, and of a bank
+                ``flip_rate/<bank>/<slice>`` and ``density/<bank>/<slice>``.
         """
         self._state.sync(always=True)
         return self.metrics_with(None, per_layer=per_layer)[0]
@@ -479,10 +496,10 @@ class Sparsifier:
         """Yield :meth:`dense_tensors` under the names of a part or a container of the model."""
         self._require_sparse()
         self._state.sync(always=True)
-        layers: dict[str, SparseLayer] = {}
+        layers: dict[str, SparseWeight] = {}
         for name, module in model.named_modules(remove_duplicate=False):
-            if isinstance(module, SparseLayer):
-                layers[f"{name}.weight" if name else "weight"] = module
+            if isinstance(module, SparseWeight):
+                layers[module.weight_key(name)] = module
                 module.sparse_model.sync(always=True)
         own = _added_to(model)
         for key, value in model.state_dict().items():

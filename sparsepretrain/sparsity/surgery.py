@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -13,14 +14,16 @@ from sparsepretrain import registry
 from sparsepretrain.config.strict import build
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.kernels import widen
+from sparsepretrain.sparsity.engine.banks import SparseBank
 from sparsepretrain.sparsity.engine.data_parallel import refuse_wrapped
 from sparsepretrain.sparsity.engine.layer_classes import replacement_of
-from sparsepretrain.sparsity.engine.layers import SparseLayer
 from sparsepretrain.sparsity.engine.model_state import ModelState
 from sparsepretrain.sparsity.engine.operands import LayerOperands
 from sparsepretrain.sparsity.engine.own_forwards import read_attributes
 from sparsepretrain.sparsity.engine.sharing import require_unshared
 from sparsepretrain.sparsity.engine.steps import require_known
+from sparsepretrain.sparsity.engine.weights import SparseWeight
+from sparsepretrain.sparsity.fsdp.rows import ALL_ROWS, BankRows, Rows
 from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.matmuls.fp8 import FP8Precision, precision_of
 from sparsepretrain.sparsity.matmuls.geometry import LayerSize
@@ -159,20 +162,27 @@ def sparsify_with(
     trains_on = torch.device("cuda", torch.cuda.current_device()) if later else device
     expected = []
     for layer in layers.values():
-        replacement = replacement_of(layer)
-        size = LayerSize(tuple(layer.weight.shape), replacement.in_dim, trains_on)
-        expected.append(LayerMatmuls(method, formats, policy, size))
+        expected.append(LayerMatmuls(method, formats, policy, _size_of(layer, trains_on)))
+    banks = [name for name, layer in layers.items() if isinstance(layer, SparseBank)]
+    if formats is not None and banks:
+        raise ConfigError(
+            f"the bank {banks[0]!r} has no fp8 matmuls: leave precision out, or exclude the bank"
+        )
     if formats is not None:
         formats.require(matmuls.simulated for matmuls in expected)
     if policy is not None:
         policy.require(options.name, (matmuls.reasons for matmuls in expected))
     state = ModelState(model, method, formats, policy, seed, device)
     # keys of draws: layers that were made sparse before have the first numbers
-    first = sum(isinstance(module, SparseLayer) for module in model.modules())
+    first = sum(isinstance(module, SparseWeight) for module in model.modules())
     for index, (name, layer) in enumerate(layers.items(), first):
-        replacement = replacement_of(layer)
+        is_bank = isinstance(layer, SparseBank)
         weight = layer.weight.detach()
-        layer_state = LayerState(state.clock, name, index, weight, replacement.in_dim)
+        rows: Rows = BankRows(weight.shape) if is_bank else ALL_ROWS
+        size = _size_of(layer, weight.device)
+        slice_rows = weight.shape[-2] if is_bank else None
+        weight = rows.local(weight)
+        layer_state = LayerState(state.clock, name, index, weight, size.dim, slice_rows)
         with torch.no_grad():
             layer_state.add_tensors(method.initial_state(widen(weight), layer_state))
             if method.schedule.start == 0:
@@ -183,15 +193,18 @@ def sparsify_with(
             except ConfigError:
                 state.release((), set())  # no layer has changed so far
                 raise
-        size = LayerSize(tuple(weight.shape), replacement.in_dim, weight.device)
         matmuls = LayerMatmuls(method, formats, policy, size)
         # the object stays: references, hooks and second names keep working
-        fixed = read_attributes(layer)
-        layer.__class__ = replacement
-        if fixed:
-            layer.fixed_attributes = fixed
+        if is_bank:
+            layer.install()
+        else:
+            fixed = read_attributes(layer)
+            layer.__class__ = replacement_of(layer)
+            if fixed:
+                layer.fixed_attributes = fixed
         layer.add_module("sparsity", layer_state)
         layer.operands = LayerOperands(method, layer_state, matmuls)
+        layer.operands.rows = rows
         layer.operands.note_source(layer.weight)
         layer.sparse_model = state
         state.operands.append(layer.operands)
@@ -201,13 +214,21 @@ def sparsify_with(
     return Sparsifier(state)
 
 
+def _size_of(layer: Any, device: torch.device) -> LayerSize:
+    """Return the size of a layer or bank that is not sparse yet."""
+    shape = tuple(layer.weight.shape)
+    if isinstance(layer, SparseBank):
+        return LayerSize((math.prod(shape[:-2]), *shape[-2:]), layer.in_dim, device)
+    return LayerSize(shape, replacement_of(layer).in_dim, device)
+
+
 def sparsifier_of(model: nn.Module) -> Sparsifier:
     """Return a handle to a model that was given to :func:`sparsify`, a copy, or a container of it.
 
     Raises:
         ConfigError: it is not sparse, or :func:`sparsify` was called for several parts of it.
     """
-    layers = [m for m in model.modules() if isinstance(m, SparseLayer)]
+    layers = [m for m in model.modules() if isinstance(m, SparseWeight)]
     states = list(dict.fromkeys(layer.sparse_model for layer in layers))
     if not states:
         raise ConfigError("the model is not sparse: call sparsify(model, method, targets=…)")
@@ -242,7 +263,7 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {_show(model)}")
-    named = {n: module for n, module in model.named_modules() if isinstance(module, SparseLayer)}
+    named = {n: module for n, module in model.named_modules() if isinstance(module, SparseWeight)}
     layers = [*named.values()]
     states = {layer.sparse_model for layer in layers}
     require_unshared(model, named)
@@ -286,14 +307,11 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
             forward = operands.project(weight).forward
             residual = residual_weight(layer) if fold else None
             if forward is not None:
-                weight.copy_(forward)
+                operands.rows.local(weight).copy_(forward)
             if residual is not None:
                 weight.add_(residual)
                 folded.append(operands.state.layer_name)
-        del layer._modules["sparsity"], layer.operands, layer.sparse_model
-        for key in ("ran_in_training", "fixed_attributes"):
-            layer.__dict__.pop(key, None)
-        layer.__class__ = layer.replaces  # type: ignore[assignment]
+        layer.become_dense()
     for state in states:
         optimizer, only_finite = state.attachment.optimizer, state.attachment.only_finite
         state.attachment.detach()

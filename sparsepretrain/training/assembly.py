@@ -21,6 +21,7 @@ from sparsepretrain.models._families import as_globs, unassigned
 from sparsepretrain.optim import build_optimizer
 from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.sparsity import Method, MethodOptions, Sparsifier, densify, sparsify_with
+from sparsepretrain.sparsity.engine.banks import is_transposed
 from sparsepretrain.sparsity.engine.layer_classes import dense_weights
 from sparsepretrain.sparsity.engine.own_forwards import layer_family
 from sparsepretrain.sparsity.matmuls.policy import SparseMatmulPolicy
@@ -112,7 +113,9 @@ def build_session(
     if chooses:
         initial_tensors = dict(model.named_parameters())
         require_reach(
-            run, planned, {name: initial_tensors[f"{name}.weight"] for name in planned.layers}
+            run,
+            planned,
+            {k: initial_tensors[layer.parameter_name] for k, layer in planned.layers.items()},
         )
         del initial_tensors
     calibrated = {}
@@ -210,13 +213,21 @@ def synchronized(model: nn.Module, world: World) -> nn.Module:
 
 
 def layer_inputs(run: Run, task: Task, model: nn.Module) -> dict[str, torch.Size]:
-    """Return module -> input shape for a micro-batch; ``model`` is on the meta device."""
+    """Return layer -> input shape for a micro-batch; ``model`` is on the meta device.
+
+    Banks of experts have the shape of all tokens that are sent to an expert, one row each.
+    """
     shapes: dict[str, torch.Size] = {}
     names = {module: name for name, module in model.named_modules()}
 
     def note(module: nn.Module, args: Any) -> None:
         if module in names and args and isinstance(args[0], Tensor):
             shapes[names[module]] = args[0].shape
+        if module in names and is_transposed(module) is not None and len(args) > 1:
+            width = args[0].shape[-1]  # tokens, and the numbers of their experts
+            for key, bank in module._parameters.items():
+                if bank is not None and bank.dim() == 3:
+                    shapes[f"{names[module]}.{key}"] = torch.Size((args[1].numel(), width))
 
     with tracing(model), register_module_forward_pre_hook(note):
         task.loss(model, task.example(run.batch.micro, META))
@@ -402,7 +413,8 @@ def restore_method(sparsifier: Sparsifier, state: State) -> None:
     The layers then compute the same function as in that run. Counters start at 0, and flips are
     counted from the mask of these weights.
     """
-    for name, layer in sparsifier.layers.items():
+    for layer in sparsifier.layers.values():
+        name = layer.module_name
         buffers = {
             key.removeprefix(f"{name}."): value
             for key, value in state.items()

@@ -16,7 +16,6 @@ from sparsepretrain.console import count
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.sparsity.coverage import padding_lines
-from sparsepretrain.sparsity.matmuls.geometry import LayerSize
 from sparsepretrain.sparsity.matmuls.policy import SparseMatmulPolicy, objection
 from sparsepretrain.sparsity.matmuls.sparse24 import TOKENS, padded_features, padding, rounded_up
 from sparsepretrain.sparsity.matmuls.three import MATMUL_OF
@@ -93,14 +92,16 @@ def matmul_flops(
     dtype = compute_dtype(run.precision)
     counted = MatmulFlops(step, Counter(), Counter(), Counter(), Counter(), [])
     for name, layer in sparsifier.layers.items():
-        if layer.weight.dim() != 2:
+        if name not in inputs:  # a bank of a module of no known class
             continue
-        dim = layer.sparsity.dim
         tokens = tuple(inputs[name][:-1])
         token_count = math.prod(tokens)
-        flops = 2 * micro_batches * token_count * layer.weight.numel()
+        in_features, out_features, _ = layer.sizes
+        flops = 2 * micro_batches * token_count * in_features * out_features
+        if layer.weight.dim() == 4:  # a convolution
+            continue
         counted.layers.update(dict.fromkeys(row.operands, flops))
-        size = LayerSize(tuple(layer.weight.shape), dim, META)
+        size = layer.operands.matmuls.size
         base = layer.operands.matmuls.base
         for operand, why in policy.reasons(row, size, base).items():
             if reason := why or objection(operand, tokens, dtype, base):

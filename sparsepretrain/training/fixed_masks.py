@@ -17,6 +17,8 @@ from sparsepretrain.pruning.mask_files import masks_file, read_masks
 from sparsepretrain.pruning.methods.wanda import Wanda
 from sparsepretrain.pruning.walk import Calibration, prune_model
 from sparsepretrain.sparsity import Sparsifier
+from sparsepretrain.sparsity.engine.banks import SparseBank
+from sparsepretrain.sparsity.engine.weights import SparseWeight
 from sparsepretrain.tasks import Task, build_task
 
 RULES = ("magnitude", "zeros", "wanda")
@@ -120,6 +122,9 @@ def require_fixed_mask(run: Run, sparsifier: Sparsifier, *, sharded: bool) -> No
             "one rank would calibrate while the others wait: run prune first, and give its "
             "directory as init.mask"
         )
+    banks = [n for n, layer in sparsifier.layers.items() if isinstance(layer, SparseBank)]
+    if rule == "wanda" and banks:
+        problems.append(f"Wanda has no scores for {banks[0]}, a bank: use zeros, or magnitude")
     if problems:
         raise ConfigError([("init.mask", f"={rule}: {text}") for text in problems])
 
@@ -141,12 +146,17 @@ def keep_fixed_masks(run: Run, sparsifier: Sparsifier, wanda: dict[str, Tensor])
         found = wanda if rule == "wanda" else _of_file(rule, sparsifier)
         # files and calibration have (out_features, in_features), Conv1D stores the transposed
         masks = {
-            name: found[name] if layer.in_dim == 1 else found[name].t()
+            name: found[name] if _is_as_stored(layer) else found[name].t()
             for name, layer in sparsifier.layers.items()
         }
         sparsifier.keep_masks(masks)
     except ConfigError as error:
         raise ConfigError([("init.mask", f"={rule}: {text}") for text in error.messages]) from error
+
+
+def _is_as_stored(layer: SparseWeight) -> bool:
+    """Return True if masks have the shape of the weight: those of Conv1D alone are transposed."""
+    return layer.in_dim == 1 or isinstance(layer, SparseBank)
 
 
 def _of_file(path: str, sparsifier: Sparsifier) -> dict[str, Tensor]:
@@ -156,7 +166,7 @@ def _of_file(path: str, sparsifier: Sparsifier) -> dict[str, Tensor]:
         layer = sparsifier.layers.get(name)
         if layer is None:
             continue
-        expected = tuple(layer.weight.shape)[:: 1 if layer.in_dim == 1 else -1]
+        expected = tuple(layer.weight.shape)[:: 1 if _is_as_stored(layer) else -1]
         if tuple(mask.shape) != expected:
             raise CheckpointError(
                 f"init.mask={path} has masks of another model: {name} is {tuple(mask.shape)} "

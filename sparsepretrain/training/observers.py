@@ -64,12 +64,20 @@ class FlipObserver(Observer[Session]):
         # (2, layers): since the last line, and since the last line with values of each layer
         self._sums = torch.zeros(2, len(weights), dtype=torch.int64, device=device)
         self._compared = [0, 0]
+        # of the slices of banks, since the last line with values of each layer
+        self._slices = {
+            name: torch.zeros(layer.sparsity.slices, dtype=torch.int64, device=device)
+            for name, layer in sparsifier.layers.items()
+            if layer.sparsity.slices > 1
+        }
 
     def after_step(self, session: Session, step: Step) -> None:
         """Add the flips of this step, if masks were compared, without waiting for the device."""
         flips = session.sparsifier.flips
         if session.updated and flips is not None:
             self._sums += flips
+            for name, each in session.sparsifier.slice_flips.items():
+                self._slices[name] += each
             self._compared = [count + 1 for count in self._compared]
 
     def at_log(self, session: Session, *, per_layer: bool) -> dict[str, Any]:
@@ -94,16 +102,24 @@ class FlipObserver(Observer[Session]):
         if per_layer and self._compared[1]:
             for (name, entries), flips in zip(self._entries.items(), since_layers, strict=True):
                 result[f"flip_rate/{name}"] = flips / (self._compared[1] * entries)
+            for name, sums in self._slices.items():
+                of_slice = self._compared[1] * self._entries[name] / len(sums)
+                for number, flips in enumerate(sums.tolist()):
+                    result[f"flip_rate/{name}/{number}"] = flips / of_slice
+                sums.zero_()
         for index in range(1 + per_layer):
             self._sums[index], self._compared[index] = 0, 0
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sums": self._sums.tolist(), "compared": self._compared}
+        slices = {name: sums.tolist() for name, sums in self._slices.items()}
+        return {"sums": self._sums.tolist(), "compared": self._compared, "slices": slices}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._sums.copy_(torch.as_tensor(state["sums"]))
         self._compared = list(state["compared"])
+        for name, sums in self._slices.items():
+            sums.copy_(torch.as_tensor(state["slices"][name]))
 
 
 class Averaging(Observer[Session]):

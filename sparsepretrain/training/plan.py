@@ -162,8 +162,8 @@ def reach_rows(run: Run, sparsifier: Sparsifier, task: Task) -> list[tuple[str, 
     steps = steps_to_zero(run, sparsifier)
     if steps is None:
         return []
-    root = {name: layer.weight for name, layer in sparsifier.layers.items()}
-    if sum(weight.numel() for weight in root.values()) > READ_AT_MOST:
+    layers = sparsifier.layers
+    if sum(layer.weight.numel() for layer in layers.values()) > READ_AT_MOST:
         text = f"Σ lr·α = {significant(steps)}; the start of the run compares it with the weights"
         return [("pruned at the end", text)]
     model = build_model(task, torch.device("cpu"))
@@ -171,7 +171,8 @@ def reach_rows(run: Run, sparsifier: Sparsifier, task: Task) -> list[tuple[str, 
         source = weights.find(run.init.path, lambda line: None)
         load_initial(source, run, task, model, Console.silent())
     drawn = dict(model.named_parameters())
-    reach = require_reach(run, sparsifier, {name: drawn[f"{name}.weight"] for name in root})
+    initial = {name: drawn[layer.parameter_name] for name, layer in layers.items()}
+    reach = require_reach(run, sparsifier, initial)
     return [("pruned at the end", f"{reach} of what the first masks prune")]
 
 

@@ -63,7 +63,7 @@ def require_reach(run: Run, sparsifier: Sparsifier, weights: Mapping[str, Tensor
     method = sparsifier.method
     medians = []
     for name, layer in sparsifier.layers.items():
-        weight = weights[name].detach().float()
+        weight = layer.operands.rows.local(weights[name].detach().float())
         masked = ~method.mask(weight, layer.in_dim).bool()
         medians.append(float(weight[masked].abs().median()))
     reach = Reach(steps, statistics.median(medians))

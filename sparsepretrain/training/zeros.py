@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from sparsepretrain.kernels import nonzeros_per_group
 from sparsepretrain.sparsity import Sparsifier
+from sparsepretrain.sparsity.engine.banks import banks_of
 from sparsepretrain.sparsity.engine.layer_classes import dense_weights
 from sparsepretrain.sparsity.engine.own_forwards import layer_family
 from sparsepretrain.sparsity.methods.asp import EXCEPTIONS, PRUNED
@@ -27,7 +28,8 @@ def zeros_note(model: nn.Module, sparsifier: Sparsifier) -> str:
     for name, module in model.named_modules():
         family = layer_family(type(module))
         if family is None:
-            banks = dense_weights(module)
+            sparse = banks_of(module).items()
+            banks = dense_weights(module) | {k: b.weight for k, b in sparse if b not in kept}
             pruned_banks = [key for key, bank in banks.items() if _is_pruned(bank)]
             others += [f"{name}.{key}" if name else key for key in pruned_banks]
             continue
@@ -48,7 +50,8 @@ def zeros_note(model: nn.Module, sparsifier: Sparsifier) -> str:
         more = "" if len(others) == 1 else ", …"
         parts.append(
             f"{count} of the checkpoint that no linear layer holds ({others[0]}{more}), such as "
-            "banks of experts, have zeros, which train: no method keeps them"
+            "banks of experts, have zeros, which train: a method that keeps zeros, such as "
+            "sparsity=asp sparsity.at=0, with sparsity.targets that name them keeps them"
         )
     return f"note: {'; '.join(parts)}" if parts else ""
 

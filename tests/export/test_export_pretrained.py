@@ -18,7 +18,7 @@ from sparsepretrain.runs import weights
 from sparsepretrain.training import derive
 from sparsepretrain.training.assembly import evaluated_model
 from support.export_cases import export, write_checkpoint
-from support.families import CAUSAL, MOE, SEQ2SEQ, small_config
+from support.families import CAUSAL, SEQ2SEQ, small_config
 from support.finetune_cases import train, write_rows
 
 WORDS = ["<unk>", "<eos>", "<pad>", "sheep", "goats", "lines", "files", "one", "two"]
@@ -94,8 +94,7 @@ def test_classifiers_predict_batches_without_a_padding_token(tmp_path, family):
     config.eos_token_id = 1
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "hf")
     add_tokenizer(tmp_path / "hf", ends=family in SEQ2SEQ, eos_token="<eos>", unk_token="<unk>")
-    targets = "attention" if family in MOE else "ffn"
-    run = classified(tmp_path / "hf", tmp_path, f"sparsity.targets={targets}")
+    run = classified(tmp_path / "hf", tmp_path)
     directory, _ = export(run)
     assert_batches_equal_evaluation(run, directory)
 

@@ -41,6 +41,44 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
+class BankBlock(nn.Module):
+    """A residual block of four experts; each token goes to one by its place in the sample."""
+
+    def __init__(self, kind: str, inner: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.experts = Experts(kind == "bank_in_out", inner)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.experts(self.norm(x))
+
+
+class Experts(nn.Module):
+    """Two banks, as transformers has them."""
+
+    has_gate = False
+
+    def __init__(self, is_transposed: bool, inner: int) -> None:
+        super().__init__()
+        self.is_transposed = is_transposed
+        up, down = (4, inner, WIDTH), (4, WIDTH, inner)
+        shapes = [(s[0], s[2], s[1]) if is_transposed else s for s in (up, down)]
+        self.up_proj, self.down_proj = (nn.Parameter(torch.randn(s) / 4) for s in shapes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.reshape(-1, WIDTH)
+        chosen = (torch.arange(len(tokens)) * 5 // 3) % 4
+        y = torch.zeros_like(tokens)
+        for expert in range(4):
+            own = torch.where(chosen == expert)[0]
+            hidden = self.multiply(tokens[own], self.up_proj[expert]).relu()
+            y = y.index_add(0, own, self.multiply(hidden, self.down_proj[expert]))
+        return y.view(x.shape)
+
+    def multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x @ weight if self.is_transposed else nn.functional.linear(x, weight)
+
+
 def layer(kind: str, inputs: int, outputs: int) -> nn.Module:
     if kind == "conv2d":
         return nn.Conv2d(inputs, outputs, 3, padding=1)
@@ -51,12 +89,13 @@ def layer(kind: str, inputs: int, outputs: int) -> nn.Module:
 
 def model_of(kind: str, inner: int, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(Block(kind, inner), Block(kind, inner)).double()
+    made = BankBlock if kind.startswith("bank") else Block
+    return nn.Sequential(made(kind, inner), made(kind, inner)).double()
 
 
 def options(name: str) -> tuple[str, dict[str, Any]]:
-    """The method of one of ``VARIANTS`` and its options, as the library takes them."""
-    words = [word.removeprefix("sparsity.") for word in VARIANTS[name]]
+    """The method of one of ``VARIANTS``, or with its defaults, and its options for the library."""
+    words = [word.removeprefix("sparsity.") for word in VARIANTS.get(name, ())]
     given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(words))
     return name.partition(" ")[0], {k: v for k, v in given.items() if k != "targets"}
 
@@ -73,7 +112,7 @@ def sparse_model(name: str, kind: str, inner: int, seed: int = 0) -> Any:
     """A whole model, and the method of one of ``VARIANTS`` in it."""
     method, given = options(name)
     model = model_of(kind, inner, seed)
-    targets = ["*.up", "*.down"]
+    targets = ["*.experts"] if kind.startswith("bank") else ["*.up", "*.down"]
     return model, sp.sparsify(model, method, targets=targets, seed=3, total_steps=STEPS, **given)
 
 
@@ -96,6 +135,7 @@ def misaligned(model: Any, sparsifier: sp.Sparsifier, state: dict[str, Any], *re
         forward = whole_layer.operands.project(whole_layer.weight, training=True).forward
         if forward is None or whole_layer.operands.method.differentiable:  # it gathers W itself
             forward = whole_layer.weight
+        forward = whole_layer.operands.rows.stored(forward)
         count += int((layer.weight != forward).sum())
         count += int((masks[name] != alone.masks()[name]).sum())
     for block in blocks:

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.sparsity.engine.banks import banks_of
 from sparsepretrain.sparsity.engine.layers import SparseLayer
 from sparsepretrain.sparsity.engine.own_forwards import has_own_forward, layer_family
+from sparsepretrain.sparsity.engine.weights import SparseWeight
 from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.matmuls.geometry import Convolution, Geometry
 
@@ -86,12 +88,17 @@ def dense_weights(module: nn.Module) -> dict[str, Tensor]:
     Embeddings, normalization, and tensors with a batch axis of size 1 (class tokens, learned
     positions) are excluded.
     """
-    if isinstance(module, SparseLayer | LayerState | nn.Embedding | nn.EmbeddingBag | nn.LayerNorm):
+    if isinstance(
+        module, SparseWeight | LayerState | nn.Embedding | nn.EmbeddingBag | nn.LayerNorm
+    ):
         return {}
+    banks = banks_of(module)
     return {
         key: parameter
         for key, parameter in module._parameters.items()
         if parameter is not None
+        and key not in banks
+        and not key.endswith("bias")  # of experts, one row each
         and parameter.is_floating_point()
         and not torch.nn.parameter.is_lazy(parameter)
         and parameter.dim() >= 2

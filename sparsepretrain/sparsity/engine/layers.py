@@ -6,27 +6,23 @@ each matmul; :mod:`sparsepretrain.sparsity.matmuls` multiplies them.
 
 from __future__ import annotations
 
-import sys
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sparsepretrain.errors import ConfigError, SparsePretrainWarning
+from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity.clock import ClockReading, MicroBatches
-from sparsepretrain.sparsity.engine.attachments import frames_to_the_caller
-from sparsepretrain.sparsity.engine.model_state import ModelState
 from sparsepretrain.sparsity.engine.operands import LayerOperands
-from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK, LayerState
+from sparsepretrain.sparsity.engine.weights import SparseWeight, is_dtensor
 from sparsepretrain.sparsity.matmuls.geometry import Geometry, Linear
 from sparsepretrain.sparsity.matmuls.three import Estimate, MatmulCall, Matmuls, Operands, Prepared
-from sparsepretrain.sparsity.method import Method, title
+from sparsepretrain.sparsity.method import Method
 from sparsepretrain.sparsity.operand_table import DGRAD, WGRAD, G, X
 
 
@@ -190,24 +186,13 @@ def by_groups_of_tokens(tokens: Tensor, function: Callable[[Tensor], Tensor]) ->
     return result[..., :length, :].reshape(tokens.shape)
 
 
-class SparseLayer(nn.Module):
+class SparseLayer(SparseWeight):
     """Mixin before a linear layer class: equal parameters, operands of the method."""
 
-    replaces: ClassVar[type[nn.Module]]
-    in_dim: ClassVar[int] = 1
-    """Axis of in_features in the stored weight."""
     casts_weight: ClassVar[bool] = False
     """True if the replaced class casts weight and bias to the dtype of the input."""
     fixed_attributes: frozenset[str] = frozenset()
     """Attributes that the replaced forward reads; setting them would change nothing."""
-    ran_in_training: bool = True
-    """Mode of the last forward."""
-    weight: Tensor
-    bias: Tensor | None
-    sparsity: LayerState
-    """Tensors of the method, in the state dict."""
-    operands: LayerOperands
-    sparse_model: ModelState
 
     def forward(self, input: Tensor) -> Tensor:
         """Return Y = X·A(W)ᵀ + b for X of shape (…, in_features), called ``input`` as in torch."""
@@ -215,7 +200,7 @@ class SparseLayer(nn.Module):
         dtype = self._matmul_dtype(x)
         micro_batches = None
         if not torch.compiler.is_compiling():
-            self._sync()
+            self.follow_counters()
             if self.training:
                 micro_batches = self._begin_training_forward(x, dtype)
             elif torch.is_grad_enabled():
@@ -235,14 +220,6 @@ class SparseLayer(nn.Module):
         if not method.without_residual:
             residual = method.residual(x, self.sparsity)
         return y if residual is None else y + residual.to(y.dtype)
-
-    def _sync(self) -> None:
-        """Follow counters that were loaded, or written while the mode changed."""
-        if self.training is self.ran_in_training:
-            self.sparse_model.sync()
-        else:
-            self.sparse_model.sync_in(training=self.training)
-            self.ran_in_training = self.training
 
     def _multiply(
         self,
@@ -316,24 +293,11 @@ class SparseLayer(nn.Module):
         """Return X, padded if the layer pads by itself, and the geometry of the matmuls."""
         return x, Linear(self.in_dim)
 
-    def extra_repr(self) -> str:
-        """Return the original representation and the method."""
-        model = self.sparse_model
-        words = (super().extra_repr(), title(model.method), model.label)
-        return ", ".join(filter(None, words))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        was_meta = self.sparsity.previous_mask.is_meta
-        super()._apply(fn, recurse)
-        state = self.sparsity
-        operands = self.operands
-        operands.rows.follow(state)
-        if was_meta and not state.previous_mask.is_meta:  # to_empty
-            state.previous_mask.zero_()
-            operands.initialized = not state.method_tensors
-            self.sparse_model.left_meta = True
-        operands.moved(state.previous_mask.device)
-        return self
+    def become_dense(self) -> None:
+        del self._modules["sparsity"], self.operands, self.sparse_model
+        for key in ("ran_in_training", "fixed_attributes"):
+            self.__dict__.pop(key, None)
+        self.__class__ = self.replaces  # type: ignore[assignment]
 
     def register_parameter(self, name: str, param: Any) -> None:
         """Refuse a weight that tensor parallelism shards; ``fully_shard`` does not call this."""
@@ -353,73 +317,6 @@ class SparseLayer(nn.Module):
             destination[f"{prefix}weight"] = unwrapped(destination[f"{prefix}weight"])
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        state = self.sparsity
-        operands = self.operands
-        model = self.sparse_model
-        values = {f"{prefix}weight": self.weight}
-        names = (*state.method_tensors, PREVIOUS_MASK)
-        values |= {f"{prefix}sparsity.{name}": getattr(state, name) for name in names}
-        # broadcast_from_rank0 copies into the memory of a model that left the meta device
-        unset = not operands.initialized
-        brings_weight, *brings_own = (_brings(state_dict, *item, unset) for item in values.items())
+        loaded = self.load(state_dict, f"{prefix}weight", f"{prefix}sparsity.")
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        operands.clear()
-        model.attachment.forget()
-        is_new = model.is_new
-        # Before the first step the method's tensors follow from the weights. A layer without values
-        # computes them, because torch may have added its own unwritten ones to a dense state dict.
-        if all(brings_own) and not (unset and is_new):
-            operands.initialized = True
-            operands.reset_due = False
-            operands.note_source(self.weight)
-        elif brings_weight and is_new and not self.weight.is_meta:
-            # initial weights of a dense model
-            if operands.rows.is_prepared:
-                operands.reset_due = True  # `attach` finds the own rows
-            else:
-                operands.reset(self.weight)
-                model.baseline_due = True
-        elif brings_weight and not all(brings_own) and _is_fixed(model.method):
-            warnings.warn(
-                f"{model.method.options.name}: weights were loaded without their masks, and "
-                "those of the old weights never change: load a state dict of the sparse model, "
-                "or load the weights before sparsify",
-                SparsePretrainWarning,
-                stacklevel=frames_to_the_caller(),
-            )
-
-
-def _is_fixed(method: Method) -> bool:
-    """Return True if the present masks are kept for good."""
-    return method.fixed_from is not None and method.schedule.step >= method.fixed_from
-
-
-def _brings(
-    state_dict: Mapping[str, Tensor], key: str, present: Tensor, unset: bool = False
-) -> bool:
-    """Return True if ``state_dict`` has another tensor than ``present`` under ``key``.
-
-    When torch loads whole tensors into shards, it adds tensors that the module already has.
-
-    Args:
-        unset: the module has no values of its own, so ``present`` itself was filled.
-    """
-    value = state_dict.get(key)
-    if value is None:
-        return False
-    if unset or value.is_meta or present.is_meta or not value.numel():
-        return True
-    return _memory(value).data_ptr() != _memory(present).data_ptr()
-
-
-def _memory(tensor: Any) -> Tensor:
-    """Return the plain tensor of a DTensor or of a shard of a master weight."""
-    tensor = getattr(tensor, "_local_tensor", tensor)
-    plain: Tensor = getattr(tensor, "_tensor", tensor)
-    return plain
-
-
-def is_dtensor(value: object) -> bool:
-    """Return True if ``value`` is a DTensor, without importing it, which takes half a second."""
-    distributed = sys.modules.get("torch.distributed.tensor")
-    return distributed is not None and isinstance(value, distributed.DTensor)
+        loaded()

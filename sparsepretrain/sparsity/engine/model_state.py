@@ -57,7 +57,7 @@ class ModelState:
         self.policy = policy
         self.operands: list[LayerOperands] = []
         """Operands of all layers, which follow the phase."""
-        self.watched: tuple[str, nn.Module] | None = None
+        self.watched: tuple[str, Any] | None = None  # a SparseWeight
         """Name and layer of a trained weight, whose updates without the hooks are noticed."""
         self.watches_reads = False
         """True while the first step looks for modules that read a sparse weight themselves."""
@@ -67,6 +67,8 @@ class ModelState:
         self.compared_at = 0  # completed steps at the last comparison of masks
         self.flips: Tensor | None = None
         """Flips of the last comparison, (layers,); None: none since a load."""
+        self.slice_flips: dict[str, Tensor] = {}
+        """Flips of the slices of each bank on this rank, at the same comparison."""
         self.flip_interval = 1  # steps between the two masks of the last comparison
         self._data_was_written = False  # writes that raise no version were seen once
         self._read_in_training = True  # mode of the layers when the counters were last read
@@ -331,7 +333,7 @@ class ModelState:
         if self.watched is None or self.is_sharded:
             return None
         name, layer = self.watched
-        weight = layer._parameters.get("weight")
+        weight = layer.weight if layer.has_own_weight() else None
         return None if weight is None else (weight, f"{name!r} ({self.method.options.name})")
 
     def advance_to(self, step: int) -> None:

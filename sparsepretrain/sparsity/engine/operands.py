@@ -335,9 +335,12 @@ class LayerOperands:
         forward, new, *_ = self.project(weight, training=True)
         if forward is None or self.method.differentiable:
             return
+        weight = self.rows.local(weight).detach()
+        mask = self.rows.local(mask)
         if new is None:
-            new = self.method.mask(widen(weight.detach()), self.state.dim)
-        wide = weight.detach().to(forward.dtype)
+            new = self.method.mask(widen(weight), self.state.dim)
+        new = unpacked(new, weight.shape)
+        wide = weight.to(forward.dtype)
         source = wide if torch.equal(forward[new], wide[new]) else forward
         masked = self._transposed(torch.where(mask, source, 0.0))
         base = self.matmuls.base
@@ -383,6 +386,7 @@ class LayerOperands:
             return None  # nothing is projected, or the result is rounded again
         if self.stored_dtype != dtype or self.rows.is_sharded or torch.compiler.is_compiling():
             return None
+        weight = self.rows.local(weight)
         # a packed A may have the shape of the weight: 36 columns are padded to 64, packed to 36
         earlier = self._transposed(old.A.data) if old and old.A.kind == "dense" else None
         if earlier is None or (earlier.shape, earlier.dtype) != (weight.shape, dtype):

@@ -9,15 +9,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity.engine.layers import SparseLayer
 from sparsepretrain.sparsity.engine.model_state import ModelState
+from sparsepretrain.sparsity.engine.weights import SparseWeight
 from sparsepretrain.sparsity.fsdp.sharding import MasterShard, PreparedRows, ShardedRows
 from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK
 
 ORDER = "sparsify, prepare_sharding, fully_shard, the optimizer, attach"
 
 
-def prepare(state: ModelState, layers: Mapping[str, SparseLayer]) -> None:
+def prepare(state: ModelState, layers: Mapping[str, SparseWeight]) -> None:
     """Wrap weights before ``fully_shard``; see :meth:`Sparsifier.prepare_sharding`."""
     prepared = state.is_sharded
     if prepared or state.attachment.optimizer is not None:
@@ -36,12 +36,12 @@ def prepare(state: ModelState, layers: Mapping[str, SparseLayer]) -> None:
     for layer in layers.values():
         weight = layer.weight
         shard = MasterShard(weight.detach().contiguous())
-        layer.weight = nn.Parameter(shard, weight.requires_grad)
+        layer.replace_weight(nn.Parameter(shard, weight.requires_grad))
         layer.operands.rows = PreparedRows()
         layer.operands.moved(weight.device)
 
 
-def bind(state: ModelState, layers: Mapping[str, SparseLayer]) -> None:
+def bind(state: ModelState, layers: Mapping[str, SparseWeight]) -> None:
     """Connect each layer to its shard after ``fully_shard``, and shard its buffers."""
     rows = {}
     for name, layer in layers.items():
@@ -50,7 +50,7 @@ def bind(state: ModelState, layers: Mapping[str, SparseLayer]) -> None:
             raise ConfigError(
                 f"the weight of {name!r} was prepared and is not sharded: the order is {ORDER}"
             )
-        rows[name] = ShardedRows(name, weight)
+        rows[name] = ShardedRows(name, weight, is_bank=layer.sparsity.slice_rows is not None)
     if len({shard.group for shard in rows.values()}) > 1:
         raise ConfigError("sparse layers are sharded over different processes: use one mesh")
     for name, layer in layers.items():
@@ -58,7 +58,7 @@ def bind(state: ModelState, layers: Mapping[str, SparseLayer]) -> None:
         if isinstance(operands.rows, ShardedRows):
             continue
         operands.rows = rows[name]
-        rows[name].shard_buffers(layer.sparsity, PREVIOUS_MASK)
+        rows[name].shard_buffers(layer.sparsity, layer.sparsity.shape, PREVIOUS_MASK)
         operands.clear()
         if operands.reset_due:
             operands.reset_due = False

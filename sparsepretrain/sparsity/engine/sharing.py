@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity.engine.layers import is_dtensor
+from sparsepretrain.sparsity.engine.weights import is_dtensor
 
 
 def shared_weights(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, list[str]]:

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
-from sparsepretrain.kernels import pack_rows, packed_flip_count, unpacked
+from sparsepretrain.kernels import pack_rows, packed_flip_count, packed_flip_counts, unpacked
 from sparsepretrain.optim._initialization import creates_state, forget_step
 from sparsepretrain.sparsity.engine.attachments import frames_to_the_caller, read_together
-from sparsepretrain.sparsity.engine.layers import SparseLayer
 from sparsepretrain.sparsity.engine.model_state import ModelState
 from sparsepretrain.sparsity.engine.outside_reads import OutsideReads
 from sparsepretrain.sparsity.engine.sharing import require_unshared
+from sparsepretrain.sparsity.engine.weights import SparseWeight
 from sparsepretrain.sparsity.method import Method, title
 from sparsepretrain.sparsity.operand_table import DW, G, X
 
@@ -28,10 +28,10 @@ from sparsepretrain.sparsity.operand_table import DW, G, X
 class Steps:
     """Apply J before a step; update counters, operands and flips after it."""
 
-    def __init__(self, state: ModelState, layers: Mapping[str, SparseLayer]) -> None:
+    def __init__(self, state: ModelState, layers: Mapping[str, SparseWeight]) -> None:
         self.state = state
         self.layers = layers
-        places = [(*name.rpartition(".")[::2], layer) for name, layer in layers.items()]
+        places = [(*layer.module_name.rpartition(".")[::2], layer) for layer in layers.values()]
         self._places = [
             (state.root.get_submodule(parent), key, layer) for parent, key, layer in places
         ]
@@ -211,7 +211,7 @@ class Steps:
             if not method.reads_packed_masks:
                 mask = unpacked(mask, weight.shape)
             if guides:
-                guided[operands.rows.parameter(layer.weight)] = mask
+                guided[operands.rows.parameter(layer.weight)] = operands.rows.stored(mask)
             if not on_gradient:
                 if _changes_weights(method):  # after the update, under the mask from before it
                     self._masks_before_update[name] = mask
@@ -309,14 +309,23 @@ class Steps:
     def compare(self) -> Tensor:
         """Keep the present masks; return the flips since the last ones, (layers,) int64."""
         counts = []
-        for layer in self.layers.values():
+        self.state.slice_flips = {}
+        for name, layer in self.layers.items():
             mask = layer.operands.mask(layer.weight)
             packed = mask if mask.dtype == torch.uint8 else pack_rows(mask)
-            counts.append(packed_flip_count(layer.sparsity.previous_mask, packed, replace=True))
+            previous = layer.sparsity.previous_mask
+            slice_rows = layer.sparsity.slice_rows
+            if slice_rows is None:
+                counts.append(packed_flip_count(previous, packed, replace=True))
+                continue
+            flips = packed_flip_counts(previous, packed, len(packed) // slice_rows)
+            previous.copy_(packed)
+            self.state.slice_flips[name] = flips
+            counts.append(flips.sum())
         return torch.stack([count.to(counts[-1].device) for count in counts])
 
 
-def require_present(root: nn.Module, layers: Mapping[str, SparseLayer]) -> None:
+def require_present(root: nn.Module, layers: Mapping[str, SparseWeight]) -> None:
     """Refuse layers that left the model: what runs in their place is dense."""
     present = set(root.modules())
     gone = [name for name, layer in layers.items() if layer not in present]
@@ -335,7 +344,7 @@ def require_known(root: nn.Module) -> None:
     modules = set(root.modules())
     known: dict[ModelState, set[nn.Module]] = {}  # modules of models around the root
     for name, module in root.named_modules():
-        if isinstance(module, SparseLayer):
+        if isinstance(module, SparseWeight):
             state = module.sparse_model
             if state.root not in modules and state not in known:
                 known[state] = set(state.root.modules())
@@ -348,14 +357,14 @@ def require_known(root: nn.Module) -> None:
                     "sparsify, or densify the whole model before its parts are copied or regrouped"
                 )
         base = getattr(module, "base_layer", None)
-        if isinstance(base, SparseLayer) and len(getattr(module, "lora_magnitude_vector", ())):
+        if isinstance(base, SparseWeight) and len(getattr(module, "lora_magnitude_vector", ())):
             raise ConfigError(
                 f"the adapter {name!r} is of DoRA, which computes norms of the stored weight of a "
                 "sparse layer, and that is dense: use LoRA (use_dora=False), or exclude the layer"
             )
 
 
-def require_own_weights(layers: Mapping[str, SparseLayer]) -> None:
+def require_own_weights(layers: Mapping[str, SparseWeight]) -> None:
     """Refuse layers whose weight is computed from another tensor since ``sparsify``.
 
     torch.nn.utils.prune, weight_norm and parametrizations replace the Parameter ``weight`` by one
@@ -363,18 +372,19 @@ def require_own_weights(layers: Mapping[str, SparseLayer]) -> None:
     """
     for name, layer in layers.items():
         shape = tuple(layer.weight.shape)
-        if shape != layer.sparsity.shape:
+        expected = layer.expected_shape
+        if shape != expected:
             remedy = "resize layers before sparsify, or densify first"
-            if len(shape) < 2 or math.prod(shape) == math.prod(layer.sparsity.shape):
+            if len(shape) < 2 or math.prod(shape) == math.prod(expected):
                 remedy = (
                     "FullyShardedDataParallel (FSDP1) and DeepSpeed flatten weights, which then "
                     "have no masks; use fully_shard"
                 )
             raise ConfigError(
                 f"the weight of {name!r} has the shape {shape} since sparsify, and had "
-                f"{layer.sparsity.shape}: {remedy}"
+                f"{expected}: {remedy}"
             )
-    computed = [name for name, layer in layers.items() if "weight" not in layer._parameters]
+    computed = [name for name, layer in layers.items() if not layer.has_own_weight()]
     if computed:
         more = f" and {len(computed) - 1} more layers" if len(computed) > 1 else ""
         raise ConfigError(
@@ -384,7 +394,7 @@ def require_own_weights(layers: Mapping[str, SparseLayer]) -> None:
         )
 
 
-def require_rates(method: Method, layers: Mapping[str, SparseLayer], optimizer: Optimizer) -> None:
+def require_rates(method: Method, layers: Mapping[str, SparseWeight], optimizer: Optimizer) -> None:
     """Refuse an optimizer without learning rates if the method changes weights by them."""
     if method.sparse_row.J != DW or not _changes_weights(method):
         return
@@ -399,7 +409,7 @@ def require_rates(method: Method, layers: Mapping[str, SparseLayer], optimizer: 
             )
 
 
-def require_class(method: Method, layers: Mapping[str, SparseLayer], optimizer: Optimizer) -> None:
+def require_class(method: Method, layers: Mapping[str, SparseWeight], optimizer: Optimizer) -> None:
     """Refuse an optimizer of another class than the method needs to train sparse weights."""
     needed = method.optimizer_class
     trains = any(layer.weight.requires_grad for layer in layers.values())
@@ -411,7 +421,7 @@ def require_class(method: Method, layers: Mapping[str, SparseLayer], optimizer: 
         )
 
 
-def require_held(layers: Mapping[str, SparseLayer], optimizer: Optimizer) -> None:
+def require_held(layers: Mapping[str, SparseWeight], optimizer: Optimizer) -> None:
     """Refuse weights that left the optimizer since ``attach``: it trains other tensors.
 
     DeepSpeed gives the optimizer flat partitions of the weights, and

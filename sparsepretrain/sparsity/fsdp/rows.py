@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -45,6 +45,10 @@ class Rows:
         """Return rows as state dicts have them: a DTensor if they are sharded."""
         return rows
 
+    def stored(self, rows: Tensor) -> Tensor:
+        """Return the rows of a mask or weight in the shape of the Parameter."""
+        return rows
+
     def total(self, counts: Tensor) -> Tensor:
         """All-reduce (sum) counts of this rank's rows in place."""
         return counts
@@ -80,6 +84,26 @@ class Rows:
 
     def follow(self, layer: nn.Module) -> None:
         """Update references to local tensors after buffers of ``layer`` were replaced."""
+
+
+class BankRows(Rows):
+    """All slices of a bank, as the rows of one matrix; ``shape`` is that of the Parameter."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.shape = tuple(shape)
+
+    def local(self, weight: Tensor) -> Tensor:
+        return weight.view(-1, weight.shape[-1])
+
+    def gradient(self, weight: Tensor) -> Tensor | None:
+        if weight.grad is None:
+            return None
+        if not weight.grad.is_contiguous():  # a loop may have set it
+            weight.grad = weight.grad.contiguous()
+        return self.local(weight.grad)
+
+    def stored(self, rows: Tensor) -> Tensor:
+        return rows.view(self.shape)
 
 
 ALL_ROWS = Rows()

@@ -7,6 +7,7 @@ master weights never leave their rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -84,7 +85,9 @@ class MasterShard(Tensor):
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         """Return the own rows of (A,) or (A, B) in the dtype of the matmuls, padded."""
-        operands: Any = module.operands
+        owner: Any = module  # a layer, or a module with banks
+        own = getattr(owner, "operands", None)
+        operands = owner.operands_of(self._tensor) if own is None else own
         parts = operands.to_gather(self, mp_policy.param_dtype or self.dtype, module.training)
         parts = tuple(map(operands.rows.padded, parts))
         # FSDP drops all tensors but the first if there is one shard
@@ -95,7 +98,7 @@ class MasterShard(Tensor):
     ) -> Any:
         """Return the gathered A as the unsharded weight; the layer keeps B."""
         operands, dropped = metadata
-        forward = operands.take((*outputs, *dropped))
+        forward = operands.rows.stored(operands.take((*outputs, *dropped)))
         # with `out` FSDP has filled the memory of the first gather again, which is the weight
         return None if out is not None else (forward, ())
 
@@ -119,7 +122,7 @@ class ShardedRows(Rows):
 
     is_sharded = True
 
-    def __init__(self, name: str, parameter: DTensor) -> None:
+    def __init__(self, name: str, parameter: DTensor, *, is_bank: bool = False) -> None:
         mesh = parameter.device_mesh
         placements = parameter.placements
         sharded = [i for i, kind in enumerate(placements) if not isinstance(kind, Replicate)]
@@ -131,8 +134,17 @@ class ShardedRows(Rows):
         self._parameter = parameter
         self.group = mesh.get_group(sharded[0])
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.rows = parameter.shape[0]
-        self.chunk = -(-self.rows // self.world)  # the last ranks have fewer rows, or none
+        outer, *inner = parameter.shape
+        if is_bank and outer % self.world:
+            raise ConfigError(
+                f"the bank {name!r} of {outer} slices is sharded over {self.world} processes: "
+                "expected a divisor; use fewer (HSDP: replicas), or exclude it"
+            )
+        self._inner = tuple(inner)
+        self._is_bank = is_bank
+        unit = math.prod(inner[:-1]) if is_bank else 1  # rows of the matrix per shard of axis 0
+        self.rows = outer * unit
+        self.chunk = -(-outer // self.world) * unit  # the last ranks have fewer rows, or none
         self.first = min(self.rank * self.chunk, self.rows)
         self.last = min(self.first + self.chunk, self.rows)
         self.names: tuple[str, ...] = ()
@@ -140,14 +152,21 @@ class ShardedRows(Rows):
 
     def local(self, weight: Tensor) -> Tensor:
         """Return the own rows of the master weight; ``weight`` may be the gathered A."""
-        return plain(self._parameter)  # looked up: FSDP may put another tensor in its place
+        # looked up: FSDP may put another tensor in its place
+        return self._matrix(plain(self._parameter))
 
     def parameter(self, weight: Tensor) -> Tensor:
         return self._parameter
 
     def gradient(self, weight: Tensor) -> Tensor | None:
         gradient = self._parameter.grad
-        return None if gradient is None else plain(gradient)
+        return None if gradient is None else self._matrix(plain(gradient))
+
+    def _matrix(self, local: Tensor) -> Tensor:
+        return local.view(-1, local.shape[-1]) if self._is_bank else local
+
+    def stored(self, rows: Tensor) -> Tensor:
+        return rows.view(-1, *self._inner) if self._is_bank else rows
 
     def has_whole_groups(self, group: int) -> bool:
         """Return True if each rank has whole groups of ``group`` rows, and at least one."""
@@ -161,7 +180,8 @@ class ShardedRows(Rows):
         return whole.view(rows.dtype)
 
     def own_rows(self, whole: Tensor) -> Tensor:
-        return whole[self.first : self.last].clone()
+        unit = self.rows // len(whole)  # of a tensor with one value per slice: the rows of one
+        return whole[self.first // unit : self.last // unit].clone()
 
     def padded(self, rows: Tensor) -> Tensor:
         """Pad this rank's rows with zeros to the largest shard: all-gathers need equal sizes."""
@@ -207,19 +227,25 @@ class ShardedRows(Rows):
         return type(result)(*map(self._own, result)) if isinstance(result, tuple) else result
 
     def wrap(self, rows: Tensor) -> DTensor:
-        shape = torch.Size((self.rows, *rows.shape[1:]))
+        of_slices = self._is_bank and rows.dim() != 2
+        count = self._parameter.shape[0] if of_slices else self.rows
+        shape = torch.Size((count, *rows.shape[1:]))
         stride = torch.empty(shape, device="meta").stride()
         spec = self._parameter.device_mesh, self._parameter.placements
         return DTensor.from_local(rows, *spec, run_check=False, shape=shape, stride=stride)
 
-    def shard_buffers(self, layer: nn.Module, first: str) -> None:
-        """Keep the own rows of ``first`` and of all buffers shaped like the weight or its mask."""
-        shape = self._parameter.shape
+    def shard_buffers(self, layer: nn.Module, shape: tuple[int, ...], first: str) -> None:
+        """Keep the own rows of ``first`` and of all buffers shaped like the weight or its mask.
+
+        Also of buffers with one value per slice of a bank. ``shape`` is that of the weight, as a
+        matrix if it is a bank.
+        """
         packed = torch.uint8, packed_shape(shape)
+        slices = self._parameter.shape[:1] if self._is_bank else None
         alike = [
             name
             for name, value in layer.named_buffers()
-            if value.shape == shape or (value.dtype, value.shape) == packed
+            if value.shape in (shape, slices) or (value.dtype, value.shape) == packed
         ]
         self.names = tuple(dict.fromkeys([first, *alike]))
         for name in self.names:

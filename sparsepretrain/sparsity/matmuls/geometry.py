@@ -104,6 +104,8 @@ class LayerSize(NamedTuple):
 
     def no_matrix(self) -> str:
         """Return why the weight is not a matrix, which sparse and fp8 matmuls need, or ""."""
+        if len(self.shape) == 3:
+            return "a bank of slices"
         return "" if len(self.shape) == 2 else "a convolution"
 
     def indivisible(self, multiple: int) -> str:

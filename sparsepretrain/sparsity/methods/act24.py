@@ -47,7 +47,7 @@ class Act24(Method):
     summary = "2:4 activations by magnitude: along in-features (fprop), along tokens (wgrad)"
     paper = "arXiv:2503.16672 (slot only)"
     finetuning = FineTuning("dense")
-    layer_kinds = ("linear",)
+    layer_kinds = ("linear", "bank", "transposed bank")
 
     @property
     def sparse_row(self) -> Row:

@@ -57,7 +57,7 @@ class CAST(StoredMask):
     paper = "arXiv:2509.25996"
     finetuning = FineTuning("asp", zero="decay")
     """A new run starts from the weights that the finished one evaluates with, since it is dense."""
-    layer_kinds = ("linear",)
+    layer_kinds = ("linear", "bank")
     differentiable = True
     optimizer_class = AdamS
     prunes_at_end = True

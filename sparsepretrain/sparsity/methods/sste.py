@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+import torch
 from torch import Tensor
 
 from sparsepretrain import kernels
@@ -97,7 +98,7 @@ class SSTE(Method):
             until = f"until step {again} (beta_at)" if again else "for good (see beta_at)"
             text = f"S(W) is 0, as for zeros, so its scale β is 1 {until} in"
             self.remark(text, state.layer_name)
-        return {"beta": self._fit_beta(weight, soft)}
+        return {"beta": self._fit_beta(weight, soft, state.slice_rows)}
 
     @property
     def update_needs_whole(self) -> bool:
@@ -106,7 +107,8 @@ class SSTE(Method):
     def update_(self, weight: Tensor, state: LayerState) -> None:
         """Recompute β if asked to; in every step it grows layer by layer (S-STE Figure 4)."""
         if self.options.beta_update == "step" or 0 < self.options.beta_at == self.schedule.step:
-            state.beta.copy_(self._fit_beta(weight, self._soft(weight, state.dim)))
+            soft = self._soft(weight, state.dim)
+            state.beta.copy_(self._fit_beta(weight, soft, state.slice_rows))
 
     def mask(self, weight: Tensor, dim: int) -> Tensor:
         """Return the non-zeros of S(W), at most n of m: those of :meth:`project`, in any phase."""
@@ -115,15 +117,18 @@ class SSTE(Method):
     def project(self, weight: Tensor, state: LayerState) -> Projection:
         """Return A = β·S(W), and B = A or its unbiased 2:4 estimate along out_features."""
         samples_weight = self.options.mvue == "weight"
+        in_slices = state.slice_rows is not None
         forward, mask = kernels.soft_prune(
             weight,
             *self.pattern,
             gamma=self.options.gamma,
             dim=state.dim,
-            scale=state.beta,
-            # sampling reads A before it is rounded to the dtype of `out`
-            out=None if samples_weight else state.out,
+            scale=None if in_slices else state.beta,
+            # sampling, and the scales of slices, read A before it is rounded to the dtype of `out`
+            out=None if samples_weight or in_slices else state.out,
         )
+        if in_slices:
+            forward.view(len(state.beta), -1).mul_(state.beta[:, None])
         backward = None
         if samples_weight:
             estimator = self.options.estimator
@@ -136,7 +141,11 @@ class SSTE(Method):
     def _soft(self, weight: Tensor, dim: int) -> Tensor:
         return kernels.soft_threshold(weight, *self.pattern, gamma=self.options.gamma, dim=dim)
 
-    def _fit_beta(self, weight: Tensor, soft: Tensor) -> Tensor:
+    def _fit_beta(self, weight: Tensor, soft: Tensor, slice_rows: int | None) -> Tensor:
+        """Return β, 0-d, or (slices,) for the slices of a bank."""
+        if slice_rows is not None:
+            pairs = zip(weight.split(slice_rows), soft.split(slice_rows), strict=True)
+            return torch.stack([self._fit_beta(*pair, None) for pair in pairs])
         if self.options.beta == "mse":
             return kernels.optimal_scale(weight, soft)
         if self.options.beta == "l1":

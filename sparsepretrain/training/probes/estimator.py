@@ -58,10 +58,16 @@ class Estimator(Probe["Session"]):
         self._line = {}
         self._seen = None
         if self.due(session):
-            layers = session.sparsifier.layers
+            layers = self._layers(session)
+            if not layers:
+                return
             self._name = list(layers)[session.step // self.options.every % len(layers)]
-            layer = layers[self._name]
-            self._hook = layer.register_forward_hook(self._forward)
+            self._hook = layers[self._name].register_forward_hook(self._forward)
+
+    def _layers(self, session: Session) -> dict[str, SparseLayer]:
+        """Return the sparse layers; the modules of banks multiply by themselves."""
+        layers = session.sparsifier.layers
+        return {k: layer for k, layer in layers.items() if isinstance(layer, SparseLayer)}
 
     def _forward(self, layer: Any, args: Any, output: Tensor) -> None:
         def backward(grad: Tensor) -> None:
@@ -79,7 +85,7 @@ class Estimator(Probe["Session"]):
         wide = torch.promote_types(self._seen[0].dtype, torch.float32)
         x, grad = (value.to(wide) for value in self._seen)
         self._seen = None
-        layer = session.sparsifier.layers[self._name]
+        layer = self._layers(session)[self._name]
         exact = gradients(layer, x, grad, (session.step, 0), exact=True)
         if exact is None:
             return

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity.engine.layers import SparseLayer
+from sparsepretrain.sparsity.engine.weights import SparseWeight
 from sparsepretrain.training.observer import Probe, ProbeOptions
 from sparsepretrain.training.session import Session
 from sparsepretrain.training.step import Step
@@ -79,7 +79,7 @@ class Lifetime(Probe["Session"]):
             self._counts = dict.fromkeys(COUNTS, 0)
             self._compared = 0
 
-    def _follow(self, session: Session, layer: SparseLayer, history: dict[str, Tensor]) -> None:
+    def _follow(self, session: Session, layer: SparseWeight, history: dict[str, Tensor]) -> None:
         new = compared_mask(layer)
         changed = new ^ history["mask"]
         dead = changed & ~new
@@ -120,17 +120,18 @@ class Lifetime(Probe["Session"]):
             line[f"flips_gap_{index}"] = total / max(size * self._compared, 1)
         return line
 
-    def _bins(self, session: Session, layer: SparseLayer) -> Tensor:
+    def _bins(self, session: Session, layer: SparseWeight) -> Tensor:
         """Return the class of each group by its L1 gap, uint8."""
         n = session.sparsifier.method.options.n
         m = session.sparsifier.method.options.m
-        low, high = kernels.boundary_magnitudes(layer.weight.detach(), n, m, dim=layer.sparsity.dim)
+        weight = layer.operands.rows.local(layer.weight.detach())
+        low, high = kernels.boundary_magnitudes(weight, n, m, dim=layer.sparsity.dim)
         gap = (high - low).movedim(layer.sparsity.dim, -1)
         ranks: Tensor = gap.flatten().argsort(stable=True).argsort()
         ranks = ranks * self.options.bins // gap.numel()
         return ranks.view(gap.shape).to(torch.uint8)
 
-    def _grouped(self, session: Session, layer: SparseLayer, values: Tensor) -> Tensor:
+    def _grouped(self, session: Session, layer: SparseWeight, values: Tensor) -> Tensor:
         """Return values by groups, (…, groups, M)."""
         m = session.sparsifier.method.options.m
         groups: Tensor = values.movedim(layer.sparsity.dim, -1).unflatten(-1, (-1, m))
@@ -148,6 +149,6 @@ class Lifetime(Probe["Session"]):
         self._compared = int(state["compared"])
 
 
-def compared_mask(layer: SparseLayer) -> Tensor:
-    """Return the mask of the last comparison; bool, shape of the weight."""
-    return kernels.unpack_rows(layer.sparsity.previous_mask, layer.weight.shape)
+def compared_mask(layer: SparseWeight) -> Tensor:
+    """Return the mask of the last comparison; bool, shape of the weight, of a bank as a matrix."""
+    return kernels.unpack_rows(layer.sparsity.previous_mask, layer.sparsity.shape)

@@ -26,7 +26,7 @@ class Scale(Probe["Session"]):
         for name, layer in session.sparsifier.layers.items():
             forward = layer.operands.project(layer.weight).forward
             scale = layer.operands.method.scale(layer.sparsity)
-            if forward is None or scale is None:
+            if forward is None or scale is None or scale.dim():  # a bank has one per slice
                 continue
             beta = float(scale)
             line[f"beta/{name}"] = beta

@@ -13,8 +13,13 @@ METHODS = [{"name": name} for name in VARIANTS]
 KINDS = {
     "conv1d": "sste tsrste bimask slope step ast cast",
     "conv2d": "sste srste tsrste bimask asp ast",
+    "bank": "ste srste sste tsrste step asp ast cast",
+    "bank_in_out": "srste sste tsrste step asp",
 }
-STORAGES = [{"name": n, "kind": kind} for kind, names in KINDS.items() for n in names.split()]
+STORAGES = [
+    *({"name": n, "kind": kind} for kind, names in KINDS.items() for n in names.split()),
+    *({"name": "slope without adapters", "kind": kind} for kind in ("bank", "bank_in_out")),
+]
 WAYS = [
     # 18 rows on each: blocks of four rows lie on two processes
     *({"name": name, "inner": 36} for name in ("sste", "tsrste", "slope", "bimask", "cast")),
