@@ -1,6 +1,7 @@
 """YAML files document every key, and nothing else, with a comment."""
 
 import dataclasses
+import functools
 import re
 import subprocess
 import sys
@@ -32,13 +33,17 @@ def shape(part: object) -> object:
     return {k: shape(v) for k, v in part.items()} if isinstance(part, dict) else None
 
 
+@functools.cache
+def models_of_tasks() -> dict[str, str]:
+    return {compose(f"model={model}")["task"]["name"]: model for model in MODELS}
+
+
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_yaml_keys_are_the_fields(group, option):
     plain = compose(f"{group}={option}")
     if group == "task":  # with a model for it, whose recipe may set keys of the task
-        name = plain["task"]["name"]
-        models = (m for m in MODELS if compose(f"model={m}")["task"]["name"] == name)
-        plain = compose(f"{group}={option}", f"model={next(models, 'pretrained')}")
+        model = models_of_tasks().get(plain["task"]["name"], "pretrained")
+        plain = compose(f"{group}={option}", f"model={model}")
     if group in ("experiment", "finetune"):
         assert set(plain) == {f.name for f in dataclasses.fields(Run)}
     elif group == "probe":  # name -> options

@@ -53,7 +53,13 @@ def test_sizes_have_the_published_parameters(size, width, inner, layers, million
         assert len(hits) == per_block * layers
 
 
-@pytest.mark.parametrize("method", sp.list_methods())
+@pytest.mark.parametrize(
+    "method",
+    [
+        name if name in ("sste", "tsrste", "bimask") else pytest.param(name, marks=pytest.mark.slow)
+        for name in sp.list_methods()
+    ],
+)
 def test_every_method_fits_every_size(method):
     for size in ("60m", "350m"):  # widths that need padding, and others
         check(config.load([f"model=llama_{size}", f"sparsity={method}"]))

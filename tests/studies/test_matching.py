@@ -53,6 +53,7 @@ def test_a_matched_row_costs_as_much_as_the_other(words, match, expected):
         assert found == expected
 
 
+@pytest.mark.slow
 def test_the_words_of_the_user_precede_the_computed_ones():
     cell = "dense, FLOPs of S-STE"
     table = load_table("match")
@@ -98,8 +99,16 @@ PRUNED = ("SR-STE", "SR-STE, 1:4")
     ("kind", "rows"),
     [
         ("flops", ["SR-STE", "S-STE", "dense, FLOPs of SR-STE", "dense, FLOPs of S-STE"]),
-        ("tokens", ["SR-STE", "dense, half the tokens", "SR-STE, half the tokens"]),
-        ("parameters", [*PRUNED, *(f"dense, parameters of {row}" for row in PRUNED)]),
+        pytest.param(
+            "tokens",
+            ["SR-STE", "dense, half the tokens", "SR-STE, half the tokens"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "parameters",
+            [*PRUNED, *(f"dense, parameters of {row}" for row in PRUNED)],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_one_kind_of_match_keeps_the_rows_that_it_compares(kind, rows):

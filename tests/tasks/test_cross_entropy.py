@@ -118,9 +118,8 @@ def compiled_bytes(logits, targets, monkeypatch, **options):
     return sum(counts)
 
 
-@pytest.mark.parametrize(
-    ("options", "most"), [pytest.param(GPT2, 8.1, marks=pytest.mark.slow), (TRANSLATION, 10.1)]
-)
+@pytest.mark.parametrize(("options", "most"), [(GPT2, 8.1), (TRANSLATION, 10.1)])
+@pytest.mark.slow
 def test_compiled_loss_equals_fp64_and_moves_few_bytes_per_logit(monkeypatch, options, most):
     logits, targets = problem(640, 5030, torch.bfloat16, options.get("ignore_index", -100))
     assert compiled_bytes(logits, targets, monkeypatch, **options) / logits.numel() < most

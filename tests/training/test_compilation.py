@@ -75,6 +75,7 @@ def test_auto_compiles_only_runs_that_take_minutes_on_a_gpu(words, mode):
     assert decided(words)[0] == mode
 
 
+@pytest.mark.slow
 def test_estimated_time_follows_micro_batches_steps_and_ranks():
     nano, steps = decided("steps=700")[1], decided("steps=1400")[1]
     assert 1 < nano < 10 and steps == pytest.approx(2 * nano)
@@ -110,7 +111,8 @@ def test_a_session_traces_once_and_a_resumed_one_decides_the_same(tiny, monkeypa
     assert len(traces) == 2 and decisions[0] == decisions[1] > 0
 
 
-@pytest.mark.parametrize("model", ["gpt2_nano", pytest.param("bert_nano", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt2_nano", "bert_nano"])
 def test_training_with_a_compiled_loss_gives_the_same_losses(tiny, monkeypatch, model):
     losses = []
     for compiles in (False, True):

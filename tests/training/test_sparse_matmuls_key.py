@@ -105,7 +105,9 @@ def test_fp8_without_a_supported_device_is_refused(tiny, capsys):
     assert not (tiny.root / "runs").exists()
 
 
-@pytest.mark.parametrize("backend", ["emulate", "semi_structured"])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("emulate", marks=pytest.mark.slow), "semi_structured"]
+)
 def test_fp8_trains_like_simulated_fp8(backend, tiny, supported, monkeypatch, capsys):
     recipe = ("precision.recipe=e4m3", "precision.dtype=bf16")
     given = ("sparsity=tsrste", *recipe, "model.n_embd=128")

@@ -14,6 +14,7 @@ CASES = [
     *((name, {"mvue": "none"} if name == "tsrste" else {}) for name in sp.list_methods()),
     ("slope", {"mask": "random"}),  # drawn once
 ]
+FAST = ("dense", "srste", "sste", "bimask", "cast")  # one of each kind of operands
 OPTIONS = [
     ("srste", {"n": 1, "m": 16, "decay_on": "weight"}),
     ("sdgp", {"variant": "random"}),
@@ -32,7 +33,10 @@ def fresh_dynamo():
 @pytest.mark.parametrize(
     ("method", "options", "net"),
     [
-        *((*case, Net) for case in CASES),
+        *(
+            pytest.param(*case, Net, marks=() if case[0] in FAST else pytest.mark.slow)
+            for case in CASES
+        ),
         ("srste", {}, ConvNet),
         *(pytest.param(*case, Net, marks=pytest.mark.slow) for case in OPTIONS),
         pytest.param("tsrste", {"mvue": "none"}, ConvNet, marks=pytest.mark.slow),

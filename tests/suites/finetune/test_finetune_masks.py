@@ -47,7 +47,7 @@ def weights_of(state, name):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("method", ["asp", "slope"])
+@pytest.mark.parametrize("method", ["asp", pytest.param("slope", marks=pytest.mark.slow)])
 def test_masks_of_a_file_are_those_that_train(tmp_path, family, method):
     """The masks are not those of the largest magnitudes: they come from another checkpoint."""
     source = checkpoint(tmp_path / "hf", family)
@@ -84,6 +84,7 @@ def test_wanda_in_a_run_gives_the_masks_of_the_verb(tmp_path, family):
         assert torch.equal(weight, original[f"{name}.weight"])
 
 
+@pytest.mark.slow
 def test_sparse_weights_and_their_masks_continue_with_zeros_too(tmp_path):
     """A pruned checkpoint: the file and ``zeros`` say the same."""
     source = checkpoint(tmp_path / "hf")

@@ -119,7 +119,7 @@ def test_trainers_resume_bit_exactly_and_train_again(tmp_path):
     assert handle.completed_steps == 3 * STEPS
 
 
-@pytest.mark.parametrize("method", ["asp", "slope"])
+@pytest.mark.parametrize("method", ["asp", pytest.param("slope", marks=pytest.mark.slow)])
 def test_trainers_of_adapters_resume_bit_exactly(tmp_path, method):
     """A Trainer saves the adapters alone: counters and masks lie beside them."""
 
