@@ -173,9 +173,10 @@ def write(converted: Converted, directory: Path) -> float:
             wrong = next(finding for finding in result.findings if not finding.is_note)
             raise CheckpointError(f"{wrong.where} was not written as it is: {wrong.text}")
     loaded = load(converted, directory)
+    written, read = (dict(m.named_parameters()) for m in (model, loaded))
     for name in converted.layers:
-        written, read = (m.get_submodule(name) for m in (model, loaded))
-        if not torch.equal(written.weight, read.weight):  # type: ignore[arg-type]
+        key = name if name in written else f"{name}.weight"  # a bank is a Parameter
+        if not torch.equal(written[key], read[key]):
             raise CheckpointError(f"the weight of {name} changed when it was written and loaded")
     logits = run(loaded, converted.inputs)
     difference = float((logits - converted.logits).abs().max())

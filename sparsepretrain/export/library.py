@@ -52,7 +52,8 @@ def save_pretrained(model: nn.Module, directory: str | Path, **options: Any) -> 
         name.replace(COMPILED, ""): tensor for name, tensor in sparsifier.dense_tensors_of(model)
     }
     save(directory, state_dict=state, **options)
-    names = [name for name, module in model.named_modules() if isinstance(module, SparseWeight)]
+    sparse = [(path, m) for path, m in model.named_modules() if isinstance(m, SparseWeight)]
+    names = [module.weight_key(path).removesuffix(".weight") for path, module in sparse]
     about = {
         "method": sparsifier.method.options.name,
         "pattern": proof.pattern if proof.holds else None,

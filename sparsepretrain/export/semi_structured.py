@@ -72,7 +72,10 @@ def load_semi_structured(
 
 def mismatch(model: nn.Module, layers: list[str]) -> str:
     """Return the first layer that no semi-structured tensor can hold, in words; "": all fit."""
+    banks = {name for name, _ in model.named_parameters()}
     for name in layers:
+        if name in banks:
+            return f"{name} is a bank of experts, which is no linear layer"
         rows, columns = _as_linear(model.get_submodule(name)).weight.shape
         if rows % ROWS or columns % COLUMNS:
             return f"{name} is {rows} × {columns}, not multiples of {ROWS} × {COLUMNS}"

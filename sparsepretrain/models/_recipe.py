@@ -101,6 +101,11 @@ class Recipe(ABC):
         return stock
 
     @staticmethod
+    def router_loss(options: Any, model: nn.Module) -> float:
+        """Return the factor of the load-balancing loss of routers; 0: none."""
+        return 0.0
+
+    @staticmethod
     def positions(options: Any) -> int | None:
         """Return the longest sequence, if the options do not say it."""
         return None

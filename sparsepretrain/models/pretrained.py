@@ -96,6 +96,13 @@ class Pretrained(Headable):
         return _roles(str(options.path))
 
     @staticmethod
+    def router_loss(options: PretrainedOptions, model: nn.Module) -> float:
+        """Return the factor of the checkpoint, if its configuration asks for the loss."""
+        config: Any = model.config
+        asked = getattr(config, "output_router_logits", False)
+        return float(getattr(config, "router_aux_loss_coef", 0.0)) if asked else 0.0
+
+    @staticmethod
     def build(options: PretrainedOptions) -> nn.Module:
         """Build the causal language model with random weights."""
         return _build(str(options.path), "causal_lm", 0)

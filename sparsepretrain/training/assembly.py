@@ -46,6 +46,7 @@ from sparsepretrain.training.observers import Averaging, FlipObserver
 from sparsepretrain.training.precision import Options, compute_dtype, fp8_formats, set_numerics
 from sparsepretrain.training.reach import require_reach
 from sparsepretrain.training.recomputation import recompute_blocks
+from sparsepretrain.training.routing import BalancedLoss, routers
 from sparsepretrain.training.session import Session, Setup
 from sparsepretrain.training.tracing import StepCost, step_cost, tracing
 from sparsepretrain.training.world import World
@@ -145,6 +146,9 @@ def build_session(
     if teacher is not None:
         assert isinstance(task, ScoredTask)  # teachers of other tasks were refused
         loss = DistillationLoss(task, forward_model, teacher.compiled(scope.mode))
+    router_loss = task.recipe.router_loss(task.model_options, model)
+    if router_loss and routers(model):
+        loss = BalancedLoss(loss, router_loss)
     count = run.batch.size // (run.batch.micro * world.size)
     share = range(world.rank * count, (world.rank + 1) * count)
     ema = None if run.ema is None else EMA(model, run.ema)

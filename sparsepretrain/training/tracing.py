@@ -82,10 +82,14 @@ def step_cost(run: Run, task: Task, model: nn.Module) -> StepCost:
     sizes: dict[int, int] = {}
     parameters: set[int] = set()  # storages
     parts = list(blocks(model))
+    # batched matmuls, as traced, copy the weights of an expert for each token; grouped ones do not
+    experts = {tuple(bank.shape[-2:]) for bank in model.parameters() if bank.dim() == 3}
+    experts |= {(inputs, outputs) for outputs, inputs in experts}
 
     def pack(saved: Tensor) -> Tensor:
         storage = saved.untyped_storage()
-        if storage._cdata not in parameters:
+        is_copy = saved.dim() == 3 and tuple(saved.shape[-2:]) in experts
+        if storage._cdata not in parameters and not is_copy:
             sizes[storage._cdata] = storage.nbytes()
             alive.append(saved)
         return saved

@@ -12,6 +12,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import sparsepretrain as sp
@@ -30,6 +31,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"decay": 0.02, "n": 1},
         {"decay": 0.02, "decay_ramp": 0.5},
         {"decay": 2.0, "decay_on": "weight"},
+        {"decay": 0.02, "experts": 2},
     ],
     "step": [{}],
     "sste": [
@@ -39,6 +41,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"mvue": "weight"},
         {"estimator": "exact"},
         {"beta": "l1", "beta_update": "step"},
+        {"experts": 2},
     ],
     "tsrste": [{"decay": 0.02, "refresh": 5}, {"decay": 0.02, "refresh": 5, "mvue": "none"}],
     "sdgp": [{"epsilon": 1e-4}, {"variant": "magnitude"}, {"variant": "random"}],
@@ -46,13 +49,31 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "bimask": [{"decay": 0.02, "every": 10, "candidates": 5}],
     "mdgf": [{}, {"shape": "exponential"}],
     "sdgf": [{"n": 1, "m": 8}],
-    "slope": [{}, {"mask": "random"}, {"adapters": {"rank": 8, "start": 0.5}}],
+    "slope": [
+        {},
+        {"mask": "random"},
+        {"adapters": {"rank": 8, "start": 0.5}},
+        {"experts": 2},
+    ],
     "ast": [{"decay": 0.02, "refresh": 5}, {"decay": 0.02, "slorb": 8}],
     "cast": [{"decay": 0.02}],
 }
 """Options that 50 losses tell apart from the others; AdamW hides ``ste_scale``, a factor of dW.
 
-A method that is not listed is there with its defaults."""
+``experts``: not an option, but the experts of the first layer, in one bank. A method that is not
+listed is there with its defaults."""
+
+
+class Experts(nn.Module):
+    """Linear layers in one bank, each of which sees its share of the tokens."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.bank = nn.Parameter(torch.empty(count, 32, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = x.chunk(len(self.bank), dim=1)
+        return torch.cat([F.linear(part, self.bank[i]) for i, part in enumerate(parts)], dim=1)
 
 
 def cases() -> dict[str, tuple[str, dict[str, Any]]]:
@@ -81,7 +102,7 @@ def losses(method: str, options: dict[str, Any], *, nudge: float = 0.0) -> list[
 
     Args:
         method: a name of the registry.
-        options: its options.
+        options: its options, and ``experts``.
         nudge: relative change of the initial weights, to see how far rounding carries.
     """
     threads = torch.get_num_threads()
@@ -92,16 +113,18 @@ def losses(method: str, options: dict[str, Any], *, nudge: float = 0.0) -> list[
         def draw(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator)
 
-        model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16), nn.Linear(16, 4))
+        experts = options.get("experts")
+        first = Experts(experts) if experts else nn.Linear(16, 32)
+        model = nn.Sequential(first, nn.Tanh(), nn.Linear(32, 16), nn.Linear(16, 4))
         teacher = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
         with torch.no_grad():
             for parameter in [*model.parameters(), *teacher.parameters()]:
                 parameter.copy_(draw(*parameter.shape) * parameter.shape[-1] ** -0.5)
             for parameter in model.parameters():
                 parameter.mul_(1 + nudge * torch.sign(parameter))
-        sparsifier = sp.sparsify(
-            model, method, targets=["0", "2"], total_steps=STEPS, seed=1, **options
-        )
+        targets = ["0.bank" if experts else "0", "2"]
+        given = {key: value for key, value in options.items() if key != "experts"}
+        sparsifier = sp.sparsify(model, method, targets=targets, total_steps=STEPS, seed=1, **given)
         optimizer = _optimizer(method, model)
         sparsifier.attach(optimizer)
         result = []

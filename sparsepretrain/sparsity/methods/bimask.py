@@ -41,7 +41,8 @@ class BiMask(MaskedDecay):
     options: BiMaskOptions
     summary = "forward and backward masks, rows permuted for the backward one"
     paper = "arXiv:2302.06058 (ICML 2023)"
-    layer_kinds = ("linear", "convolution")  # the permutation mixes rows of all groups
+    # the permutation mixes rows of all groups
+    layer_kinds = ("linear", "convolution", "bank", "transposed bank")
     needs_whole = True
 
     @property
@@ -55,24 +56,45 @@ class BiMask(MaskedDecay):
         return 4, 4
 
     def initial_state(self, weight: Tensor, state: LayerState) -> dict[str, Tensor]:
-        """Return the identity; the first search follows at once."""
-        return {"permutation": torch.arange(weight.shape[1 - state.dim], device=weight.device)}
+        """Return the identity, of each slice of a bank; the first search follows at once."""
+        first, *_ = _slices(weight, state)
+        identity = torch.arange(first.shape[1 - state.dim], device=weight.device)
+        if state.slice_rows is None:
+            return {"permutation": identity}
+        return {"permutation": identity.repeat(len(weight) // state.slice_rows, 1)}
 
     def update_(self, weight: Tensor, state: LayerState) -> None:
         """Every ``every`` steps keep the permutation whose backward mask has the most ones."""
         if (self.schedule.step - self.schedule.start) % self.options.every or weight.is_meta:
             return  # shapes alone (dry runs) hold nothing to find, and take minutes
-        rows = weight if state.dim == 1 else weight.t().contiguous()
+        parts = _slices(weight, state)
+        permutations = [state.permutation] if state.slice_rows is None else [*state.permutation]
         count = self.options.candidates
-        size = rows.shape[0]
+        size = permutations[0].numel()
         draws = kernels.uniform_noise(state.key(DGRAD), count, size, 1, weight.device)[0]
-        current = state.permutation
-        candidates = torch.cat([current[None], draws.argsort(dim=1, stable=True)])
-        best = kernels.bimask_ones(rows, candidates).argmax()  # the first of equals
-        current.copy_(candidates[best])
+        drawn = draws.argsort(dim=1, stable=True)
+        for part, current in zip(parts, permutations, strict=True):
+            rows = part if state.dim == 1 else part.t().contiguous()
+            candidates = torch.cat([current[None], drawn])
+            best = kernels.bimask_ones(rows, candidates).argmax()  # the first of equals
+            current.copy_(candidates[best])
 
     def project(self, weight: Tensor, state: LayerState) -> Projection:
-        rows = weight if state.dim == 1 else weight.t()
-        parts = kernels.bimask_prune(rows, state.permutation)
-        forward, mask, backward = parts if state.dim == 1 else (part.t() for part in parts)
-        return Projection(forward, mask, backward)
+        if state.slice_rows is None:
+            return Projection(*_project(weight, state.permutation, state.dim))
+        pairs = zip(_slices(weight, state), state.permutation, strict=True)
+        parts = [_project(part, permutation, state.dim) for part, permutation in pairs]
+        return Projection(*(torch.cat(each) for each in zip(*parts, strict=True)))
+
+
+def _slices(weight: Tensor, state: LayerState) -> tuple[Tensor, ...]:
+    """Return the matrices of a bank, or the weight of a layer alone."""
+    return (weight,) if state.slice_rows is None else weight.split(state.slice_rows)
+
+
+def _project(weight: Tensor, permutation: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return A(W), the mask and B(W) of one matrix."""
+    rows = weight if dim == 1 else weight.t()
+    parts = kernels.bimask_prune(rows, permutation)
+    forward, mask, backward = parts if dim == 1 else (part.t() for part in parts)
+    return forward, mask, backward

@@ -1,6 +1,7 @@
 """Banks: experts in one Parameter equal one nn.Linear per expert, whichever way they multiply."""
 
 import copy
+import json
 import pickle
 
 import pytest
@@ -10,8 +11,9 @@ import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sparsepretrain import densify, kernels, sparsifier_of, sparsify
+from sparsepretrain import densify, kernels, save_pretrained, sparsifier_of, sparsify
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
+from sparsepretrain.export.semi_structured import mismatch
 from sparsepretrain.optim import AdamS, ASTAdamW, StepAdamW
 from sparsepretrain.sparsity.operand_table import WGRAD
 from support.families import MOE, small_config
@@ -31,6 +33,7 @@ METHODS = {
     "step": {"clipping": [0.2, 0.5]},
     "asp": {"at": 0.3},
     "slope": {},
+    "bimask": {"decay": 0.02, "every": 3, "candidates": 4},
     "sdgp": {"variant": "magnitude", "scope": "group"},
     "mdgf": {},
     "sdgf": {},
@@ -181,7 +184,12 @@ def train(model, optimizer, steps, first=0):
 @pytest.mark.parametrize("transposed", [False, True], ids=["out_in", "in_out"])
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.filterwarnings("ignore:StepAdamW switched")
-def test_a_bank_equals_one_linear_layer_per_expert(name, transposed):
+def test_a_bank_equals_one_linear_layer_per_expert(name, transposed, monkeypatch):
+    # of layers the draws differ: the same candidates for all
+    drawn = torch.rand(4, WIDTH + HIDDEN, generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(
+        kernels, "uniform_noise", lambda key, count, size, *_: drawn[None, :count, :size]
+    )
     method, options = options_of(name)
     if transposed and method == "cast":
         with pytest.raises(ConfigError, match="cast supports linear, bank, not transposed bank"):
@@ -490,8 +498,6 @@ def test_what_cannot_be_a_bank_is_refused():
     model, _ = pair()
     with pytest.raises(ConfigError, match=r"bank 'experts.up_proj' has no fp8"):
         sparsify(model, "ste", targets="*experts*", precision="fp8_sim")
-    with pytest.raises(ConfigError, match="bimask supports linear, convolution, not bank"):
-        sparsify(model, "bimask", targets="*experts*")
     sparsify(model, "ste", targets="*experts*")
     with pytest.raises(ConfigError, match="sparse already"):
         sparsify(model, "ste", targets="*experts*")
@@ -567,3 +573,12 @@ def test_implementations_of_transformers_agree(method):
             losses[implementation].append(loss.item())
     assert losses["batched_mm"] == pytest.approx(losses["eager"], rel=1e-5)
     assert losses["grouped_mm"] == pytest.approx(losses["eager"], rel=1e-5)
+
+
+def test_save_pretrained_names_the_banks(tmp_path):
+    model = transformers.AutoModelForCausalLM.from_config(small_config("mixtral"))
+    sparsifier = sparsify(model, "srste", targets=["*.experts"])
+    save_pretrained(model, tmp_path)
+    about = json.loads((tmp_path / "sparsity.json").read_text())
+    assert about["layers"] == list(sparsifier.layers) and about["pattern"] == "2:4"
+    assert "is a bank of experts" in mismatch(model, about["layers"])
