@@ -28,7 +28,13 @@ from sparsepretrain.sparsity.method import Method
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Types of a weight that can be sparse."""
 
-_NO_BANKS = (nn.modules.conv._ConvNd, nn.Bilinear, nn.RNNBase, SparseWeight)
+_NO_BANKS = (
+    nn.modules.conv._ConvNd,
+    nn.Bilinear,
+    nn.RNNBase,
+    nn.utils.parametrize.ParametrizationList,
+    SparseWeight,
+)
 """Modules whose Parameters of three or more dimensions are no slices for matmuls."""
 
 SUPPORTED = "(supported: nn.Linear, nn.Conv2d, transformers' Conv1D and experts, banks by name)"
@@ -56,6 +62,11 @@ def select_layers(model: nn.Module, patterns: list[str], exclude: Sequence[str])
         banks, bank_hits, kept = _select_banks(module, aliases, patterns, exclude)
         chosen |= banks
         matched |= bank_hits
+        if banks and "forward" in vars(module):
+            problems.append(
+                f"the bank {next(iter(banks))!r} is read by a forward of its module's own object, "
+                "which another library has set: sparsify before that, or exclude it"
+            )
         if not hits:
             continue
         if not name:  # weights of all blocks may be one Parameter of the root
@@ -139,7 +150,10 @@ def _select_banks(
     matched: set[str] = set()
     others: dict[str, Tensor] = {}
     transposed = is_transposed(module)
-    has_banks = layer_family(type(module)) is None and not isinstance(module, _NO_BANKS)
+    # a module without a forward, such as nn.ParameterList, is read by another one
+    runs = type(module).forward is not nn.Module.forward
+    is_layer = layer_family(type(module)) is not None or isinstance(module, _NO_BANKS)
+    has_banks = runs and not is_layer
     for key, parameter in dense_weights(module).items():
         paths = [f"{alias}.{key}" if alias.strip(".") else key for alias in aliases]
         names = [*paths, *(aliases if transposed is not None else ())]

@@ -149,6 +149,8 @@ def build_session(
     router_loss = task.recipe.router_loss(task.model_options, model)
     if router_loss and routers(model):
         loss = BalancedLoss(loss, router_loss)
+    elif router_loss:
+        console.info("note: no routers are known in this model: no load-balancing loss is added")
     count = run.batch.size // (run.batch.micro * world.size)
     share = range(world.rank * count, (world.rank + 1) * count)
     ema = None if run.ema is None else EMA(model, run.ema)
@@ -227,11 +229,13 @@ def layer_inputs(run: Run, task: Task, model: nn.Module) -> dict[str, torch.Size
     def note(module: nn.Module, args: Any) -> None:
         if module in names and args and isinstance(args[0], Tensor):
             shapes[names[module]] = args[0].shape
-        if module in names and is_transposed(module) is not None and len(args) > 1:
-            width = args[0].shape[-1]  # tokens, and the numbers of their experts
+        if module in names and is_transposed(module) is not None:
+            width = args[0].shape[-1]
+            # tokens, and the numbers of their experts; Llama 4 passes each token to its expert
+            rows = args[1].numel() if len(args) > 1 else args[0].numel() // width
             for key, bank in module._parameters.items():
                 if bank is not None and bank.dim() == 3:
-                    shapes[f"{names[module]}.{key}"] = torch.Size((args[1].numel(), width))
+                    shapes[f"{names[module]}.{key}"] = torch.Size((rows, width))
 
     with tracing(model), register_module_forward_pre_hook(note):
         task.loss(model, task.example(run.batch.micro, META))

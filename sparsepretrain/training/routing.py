@@ -27,24 +27,23 @@ class BalancedLoss(Loss):
         self.terms = (*loss.terms, "router_loss")  # type: ignore[misc]
         self._loss = (loss,)  # in a tuple: its model is a child already
         self._factor = factor
-        self._logits: list[Tensor] = []  # of each router, in the present forward
         self._routers = routers(loss.model)
-        for router, index in self._routers:
-            router.register_forward_hook(self._keeper(index))
-
-    def _keeper(self, index: int) -> Any:
-        def keep(module: nn.Module, args: Any, output: Any) -> None:
-            self._logits.append(output[index] if isinstance(output, tuple) else output)
-
-        return keep
+        self._kept = [_Kept(index) for _, index in self._routers]
+        for (router, _), kept in zip(self._routers, self._kept, strict=True):
+            router.register_forward_hook(kept)
 
     def forward(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return the sums over the items of the loss, its terms and the load-balancing loss."""
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-        self._logits = []
-        loss, *terms = self._loss[0](batch)
-        logits, self._logits = tuple(self._logits), []
+        for kept in self._kept:
+            kept.logits = []
+        try:
+            loss, *terms = self._loss[0](batch)
+            logits = tuple(each for kept in self._kept for each in kept.logits or ())
+        finally:
+            for kept in self._kept:
+                kept.logits = None
         router: Any = self._routers[0][0]
         counts = self.task.is_item(batch) if isinstance(self.task, ScoredTask) else None
         function: Any = load_balancing_loss_func
@@ -53,17 +52,32 @@ class BalancedLoss(Loss):
         return loss + self._factor * total.to(loss.dtype), *terms, total.detach()
 
 
+class _Kept:
+    """Hook that keeps the logits of a router during the forward of the loss."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.logits: list[Tensor] | None = None  # None: evaluation, or a recomputation
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.logits is not None:
+            self.logits.append(output[self.index] if isinstance(output, tuple) else output)
+
+
 def routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
-    """Return the routers of a model of transformers, and where their outputs have the logits."""
+    """Return the routers of a model of transformers, and where their outputs have the logits.
+
+    None of a model for which transformers computes no load-balancing loss from them.
+    """
     recorders = [
         recorder
         for module in model.modules()
-        if (recorder := getattr(module, "_can_record_outputs", {}).get("router_logits"))
+        if (recorder := (getattr(module, "_can_record_outputs", None) or {}).get("router_logits"))
     ]
     found = {}
     for recorder in recorders:
         kind = getattr(recorder, "target_class", recorder)
         for module in model.modules():
-            if isinstance(module, kind):
+            if isinstance(module, kind) and hasattr(module, "top_k"):
                 found[module] = getattr(recorder, "index", 0)
     return [*found.items()]

@@ -88,7 +88,8 @@ def step_cost(run: Run, task: Task, model: nn.Module) -> StepCost:
 
     def pack(saved: Tensor) -> Tensor:
         storage = saved.untyped_storage()
-        is_copy = saved.dim() == 3 and tuple(saved.shape[-2:]) in experts
+        # one sample is traced, so that hidden states have 1 as their first axis
+        is_copy = saved.dim() == 3 and len(saved) > 1 and tuple(saved.shape[-2:]) in experts
         if storage._cdata not in parameters and not is_copy:
             sizes[storage._cdata] = storage.nbytes()
             alive.append(saved)

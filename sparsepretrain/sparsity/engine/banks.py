@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.sparsity.clock import is_recomputing
 from sparsepretrain.sparsity.engine.layers import SparseMatmul
 from sparsepretrain.sparsity.engine.operands import LayerOperands
 from sparsepretrain.sparsity.engine.weights import SparseWeight
@@ -78,8 +79,13 @@ class SparseBank(SparseWeight):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The Parameter, of shape (…, out, in), or (…, in, out) if ``in_dim`` is 0."""
-        weight = self._owner[0]._parameters[self.key]
-        assert weight is not None
+        weight = self._owner[0]._parameters.get(self.key)
+        if weight is None:
+            raise ConfigError(
+                f"the bank {self.sparsity.layer_name!r} is computed from another tensor since "
+                "sparsify (a parametrization, or peft's target_parameters): remove that, or do it "
+                "first and exclude the bank"
+            )
         return weight
 
     @property
@@ -110,10 +116,10 @@ class SparseBank(SparseWeight):
         """Let the owner read this bank in its forward; its class changes."""
         owner = self._owner[0]
         if BANKS not in owner._modules:
-            owner.add_module(BANKS, nn.ModuleDict())
+            owner.add_module(BANKS, nn.Module())
         banks: Any = owner._modules[BANKS]
-        banks[self.key] = self
-        owner.__class__ = _owner_class(self.replaces, tuple(banks))
+        banks.add_module(self.key, self)
+        owner.__class__ = _owner_class(self.replaces, tuple(banks._modules))
 
     def become_dense(self) -> None:
         owner = self._owner[0]
@@ -149,8 +155,11 @@ class SparseBank(SparseWeight):
         dtype = torch.get_autocast_dtype(device) if autocast else weight.dtype
         matrix = weight.view(-1, weight.shape[-1])
         target, prepared = operands.get(matrix, dtype, self.training)
-        if prepared is None:
-            return weight
+        if target is matrix and not compiling and self.sparse_model.watches_reads:
+            weight = operands.watch(weight)
+        if prepared is None:  # a dense phase; the axis is checked all the same
+            is_checked = self.is_known or compiling
+            return weight if is_checked else BankRead.of(weight, Source(self, weight, None, False))
         backward = None if prepared.B is None else self._stored(prepared.B.data)
         if target is matrix:
             forward = self._stored(prepared.A.data)
@@ -307,11 +316,21 @@ def _needs_slices(read: BankRead) -> bool:
     return source.draws or source.backward is not None
 
 
+def _operand(
+    args: Sequence[Any], kwargs: Mapping[str, Any], place: int, names: Sequence[str]
+) -> Any:
+    """Return an argument that was passed by its place or by one of its names."""
+    if len(args) > place:
+        return args[place]
+    return next(kwargs[name] for name in names if name in kwargs)
+
+
 def _matmul(
     read: BankRead, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor:
     """Multiply by slices of a bank, on the left or on the right."""
-    left, right = args[:2] if len(args) > 1 else (args[0], next(iter(kwargs.values())))
+    left = _operand(args, kwargs, 0, ("input", "self", "mat1"))
+    right = _operand(args, kwargs, 1, ("weight", "other", "mat2"))
     if name == "__rmatmul__":
         left, right = right, left
     is_right = right is read
@@ -321,6 +340,8 @@ def _matmul(
         plain = [_plain(each) for each in args]
         result: Tensor = func(*plain, **{key: _plain(value) for key, value in kwargs.items()})
         return result
+    if min(left.dim(), right.dim()) < 2:
+        _unless_drawn(read, "a matmul with a vector", torch.empty(0))
     bias = args[2] if len(args) > 2 else kwargs.get("bias")
     x = left if is_right else right.transpose(-2, -1)
     slices = read.slices
@@ -342,7 +363,7 @@ def _matmul(
         y = _by_slices(read.source, rows, counts.cumsum(0).tolist())
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
-        y = y[inverse].view(*x.shape[:-1], -1)
+        y = y[inverse].view(*x.shape[:-1], y.shape[-1])
     return y if is_right else y.transpose(-2, -1)
 
 
@@ -355,8 +376,9 @@ def _grouped(read: BankRead, func: Any, args: Sequence[Any], kwargs: Mapping[str
         return result
     offs = kwargs.get("offs", args[2] if len(args) > 2 else None)
     if offs is None:  # one matrix for each slice
-        return _matmul(read, "bmm", torch.bmm, args[:2], {})
-    x = args[0]
+        x = _operand(args, kwargs, 0, ("mat_a", "self", "input"))
+        return _matmul(read, "bmm", torch.bmm, (x, read), {})
+    x = _operand(args, kwargs, 0, ("mat_a", "self", "input"))
     ends = offs.tolist()
     y = _by_slices(read.source, x, ends, read.slices.tolist())
     missing = x.shape[0] - ends[-1]  # rows behind the last end belong to no slice
@@ -424,7 +446,7 @@ class BankOwner(nn.Module):
     """Mixin before the class of a module with sparse banks: reads A(W) in its forward."""
 
     replaces: ClassVar[type[nn.Module]]
-    reads_banks: dict[str, Tensor] | None = None
+    reads_banks: dict[Any, Tensor] | None = None
     """Banks that the running forward has read; None: no forward is running."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -439,6 +461,15 @@ class BankOwner(nn.Module):
             yield
         finally:
             self.reads_banks = before
+
+    def _get_name(self) -> str:
+        return f"Sparse{self.replaces.__name__}"
+
+    def _replicate_for_data_parallel(self) -> Any:
+        raise ConfigError(
+            f"{self.replaces.__name__} has banks, whose replicas nn.DataParallel cannot make: use "
+            "DistributedDataParallel"
+        )
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         after = [
@@ -467,19 +498,26 @@ class BankOwner(nn.Module):
 def banks_of(module: nn.Module) -> dict[str, SparseBank]:
     """Return the sparse banks among the own Parameters of a module, by name."""
     banks: Any = module._modules.get(BANKS)
-    return {} if banks is None else dict(banks.items())
+    return {} if banks is None else dict(banks._modules.items())
 
 
 def _reader(key: str) -> property:
     def read(owner: BankOwner) -> Any:
         bank: Any = owner._modules[BANKS]._modules.get(key)  # type: ignore[union-attr]
-        if owner.reads_banks is None or bank is None:
+        if bank is None:
             return owner._parameters[key]
+        if owner.reads_banks is None:
+            # activation checkpointing runs parts of the forward again, in the backward
+            return bank.read() if is_recomputing() else bank.weight
         if torch.compiler.is_compiling():
             return bank.read()
-        if key not in owner.reads_banks:
-            owner.reads_banks[key] = bank.read()
-        return owner.reads_banks[key]
+        device = bank.weight.device.type
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        # blocks of a forward may run without gradients, or in another dtype
+        kind = key, torch.is_grad_enabled(), autocast
+        if kind not in owner.reads_banks:
+            owner.reads_banks[kind] = bank.read()
+        return owner.reads_banks[kind]
 
     return property(read)
 
@@ -494,7 +532,8 @@ def _owner_class(cls: type[nn.Module], keys: tuple[str, ...]) -> type[nn.Module]
     space: dict[str, Any] = {key: _reader(key) for key in keys}
     space |= {"replaces": cls, "bank_keys": keys, "__doc__": cls.__doc__, "__module__": __name__}
     space |= {"__reduce_ex__": _reduced}
-    _made[cls, keys] = type(f"Sparse{cls.__name__}", (BankOwner, cls), space)
+    # of the same name, which hosts write into files (`architectures` of transformers)
+    _made[cls, keys] = type(cls.__name__, (BankOwner, cls), space)
     return _made[cls, keys]
 
 
@@ -520,7 +559,8 @@ def is_transposed(module: nn.Module) -> bool | None:
     Transformers gives these classes an attribute of this name, with one that says if there is a
     gate (``use_experts_implementation``).
     """
-    if type(module).__name__ in TRANSPOSED:
+    cls = module.replaces if isinstance(module, BankOwner) else type(module)
+    if cls.__name__ in TRANSPOSED:
         return True
     transposed = getattr(module, "is_transposed", None)
     return transposed if isinstance(transposed, bool) and hasattr(module, "has_gate") else None

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity.engine.banks import banks_of
+from sparsepretrain.sparsity.engine.banks import banks_of, is_transposed
 from sparsepretrain.sparsity.engine.layers import SparseLayer
 from sparsepretrain.sparsity.engine.own_forwards import has_own_forward, layer_family
 from sparsepretrain.sparsity.engine.weights import SparseWeight
@@ -102,7 +102,7 @@ def dense_weights(module: nn.Module) -> dict[str, Tensor]:
         and parameter.is_floating_point()
         and not torch.nn.parameter.is_lazy(parameter)
         and parameter.dim() >= 2
-        and parameter.shape[0] > 1
+        and (parameter.shape[0] > 1 or (parameter.dim() > 2 and is_transposed(module) is not None))
     }
 
 

@@ -370,6 +370,14 @@ def require_own_weights(layers: Mapping[str, SparseWeight]) -> None:
     torch.nn.utils.prune, weight_norm and parametrizations replace the Parameter ``weight`` by one
     of another name; the optimizer then trains that one, and J would be lost.
     """
+    computed = [name for name, layer in layers.items() if not layer.has_own_weight()]
+    if computed:
+        more = f" and {len(computed) - 1} more layers" if len(computed) > 1 else ""
+        raise ConfigError(
+            f"the weight of {computed[0]!r}{more} is computed from another tensor since sparsify "
+            "(torch.nn.utils.prune, weight_norm, a parametrization): remove that, or do it first "
+            "and exclude the layer; FullyShardedDataParallel (FSDP1) does it too: use fully_shard"
+        )
     for name, layer in layers.items():
         shape = tuple(layer.weight.shape)
         expected = layer.expected_shape
@@ -384,14 +392,6 @@ def require_own_weights(layers: Mapping[str, SparseWeight]) -> None:
                 f"the weight of {name!r} has the shape {shape} since sparsify, and had "
                 f"{expected}: {remedy}"
             )
-    computed = [name for name, layer in layers.items() if not layer.has_own_weight()]
-    if computed:
-        more = f" and {len(computed) - 1} more layers" if len(computed) > 1 else ""
-        raise ConfigError(
-            f"the weight of {computed[0]!r}{more} is computed from another tensor since sparsify "
-            "(torch.nn.utils.prune, weight_norm, a parametrization): remove that, or do it first "
-            "and exclude the layer; FullyShardedDataParallel (FSDP1) does it too: use fully_shard"
-        )
 
 
 def require_rates(method: Method, layers: Mapping[str, SparseWeight], optimizer: Optimizer) -> None:

@@ -582,3 +582,163 @@ def test_save_pretrained_names_the_banks(tmp_path):
     about = json.loads((tmp_path / "sparsity.json").read_text())
     assert about["layers"] == list(sparsifier.layers) and about["pattern"] == "2:4"
     assert "is a bank of experts" in mismatch(model, about["layers"])
+
+
+class Steps(nn.Module):
+    """Reads a bank in parts of its forward, under ``way``."""
+
+    def __init__(self, way=lambda function, *args: function(*args)):
+        super().__init__()
+        self.bank = nn.Parameter(torch.linspace(-1, 1, 3 * 64).sin().view(3, 8, 8))
+        self.way = way
+
+    def step(self, x, index):
+        return F.linear(x, self.bank[index]).tanh()
+
+    def forward(self, x):
+        for index in range(3):
+            x = self.way(self.step, x, index)
+        return x
+
+
+@pytest.mark.parametrize("method", ["ste", "sste"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_parts_of_a_forward_are_recomputed_with_the_projection(method, reentrant):
+    found = []
+    for way in (
+        lambda function, *args: function(*args),
+        lambda function, *args: checkpoint(function, *args, use_reentrant=reentrant),
+    ):
+        model = nn.Sequential(Steps(way))
+        sparsify(model, method, targets="*bank", **({"mvue": "none"} if method == "sste" else {}))
+        x = torch.ones(4, 8, requires_grad=True)
+        model(x).sum().backward()
+        found.append((x.grad, model[0].bank.grad))
+    torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("method", ["ste", "sste"])
+def test_a_part_without_gradients_or_autocast_does_not_decide_for_the_others(method):
+    model = nn.Sequential(Steps())
+
+    def measured(function, x, index):
+        with torch.no_grad():
+            scale = function(x, index).std()
+        with torch.autocast("cpu", torch.bfloat16):
+            function(x, index)
+        return function(x, index) / scale
+
+    model[0].way = measured
+    sparsify(model, method, targets="*bank")
+    y = model(torch.randn(4, 8))
+    y.sum().backward()
+    assert y.dtype == torch.float32 and model[0].bank.grad.any()
+
+
+def test_a_module_that_does_not_read_its_bank_itself_is_refused():
+    lists = nn.Sequential(nn.Linear(8, 8))
+    lists.banks = nn.ParameterList([torch.randn(2, 8, 8)])
+    with pytest.raises(ConfigError, match="cannot be sparse"):
+        sparsify(lists, "ste", targets="banks*")
+    model, _ = pair()
+    forward = model.experts.forward
+    model.experts.forward = lambda *args: forward(*args)
+    with pytest.raises(ConfigError, match="forward of its module's own object"):
+        sparsify(model, "ste", targets="*experts*")
+
+
+def test_a_bank_that_its_parent_reads_too_is_named():
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.steps = Steps()
+
+        def forward(self, x):
+            return self.steps(x) + F.linear(x, self.steps.bank[0])
+
+    model = Parent()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sparsify(model, "ste", targets="*bank").attach(optimizer)
+    model(torch.randn(4, 8)).sum().backward()
+    with pytest.warns(SparsePretrainWarning, match="'steps.bank' has a gradient that its forward"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("method", ["ste", "cast"])
+@pytest.mark.filterwarnings("error")
+def test_a_bank_that_only_its_module_reads_is_not(method):
+    model = nn.Sequential(Steps())
+    optimizer = optimizer_of_sparse_bank(model, method)
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+
+
+def optimizer_of_sparse_bank(model, method):
+    sparsifier = sparsify(model, method, targets="*bank", total_steps=4)
+    optimizer = optimizer_of(method, model)
+    sparsifier.attach(optimizer)
+    return optimizer
+
+
+def test_one_expert_is_a_bank_too_and_any_name_serves():
+    model = Net(Bank("eager", False))
+    model.experts.up_proj = nn.Parameter(torch.randn(1, HIDDEN, WIDTH))
+    assert list(sparsify(model, "sste", targets="*").layers) == [
+        "experts.up_proj",
+        "experts.down_proj",
+    ]
+    named = nn.Sequential(Steps())
+    named[0].register_parameter("keys", nn.Parameter(torch.randn(2, 8, 8)))
+    assert list(sparsify(named, "ste", targets=["*.keys"]).layers) == ["0.keys"]
+    assert type(named[0]).__name__ == "Steps" and "SparseSteps" in str(named)
+
+
+@pytest.mark.parametrize("method", ["ste", "sste"])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x, bank: F.linear(input=x, weight=bank[0]),
+        lambda x, bank: F.linear(x, bias=torch.zeros(8), weight=bank[0]),
+        lambda x, bank: torch.matmul(input=x, other=bank[0].mT),
+        lambda x, bank: torch.bmm(input=x[None], mat2=bank[:1].mT)[0],
+    ],
+)
+def test_operands_may_be_named(method, read):
+    model = Named(read=read)
+    sparsifier = sparsify(model, method, targets=["mlp_bank"])
+    x = torch.randn(4, 8)
+    weight = sparsifier.dense_state_dict()["mlp_bank"][0]
+    torch.testing.assert_close(model(x), model.proj(F.linear(x, weight)))
+
+
+def test_a_wrong_axis_is_found_in_a_dense_phase_too():
+    model = Named(read=lambda x, bank: x @ bank[0])
+    sparsify(model, "asp", targets=["mlp_bank"], at=0.5, total_steps=6)
+    with pytest.raises(ConfigError, match="sums over the other axis"):
+        model(torch.randn(4, 8))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_tokens_at_all(way):
+    model = pair(way, dtype=torch.float32)[0]
+    sparsify(model, "sste", targets="*experts*")
+    y = model(torch.zeros(0, WIDTH), torch.zeros(0, dtype=torch.int64))
+    assert y.shape == (0, WIDTH)
+
+
+def test_calls_for_single_projections_keep_what_is_known_of_the_class():
+    model = transformers.AutoModelForCausalLM.from_config(small_config("llama4_text"))
+    first = sparsify(model, "srste", targets=["*.experts.gate_up_proj"])
+    second = sparsify(model, "srste", targets=["*.experts.down_proj"])
+    banks = [*first.layers.values(), *second.layers.values()]
+    assert {bank.in_dim for bank in banks} == {0} and all(bank.is_known for bank in banks)
+
+
+def test_computed_banks_and_replicas_are_one_clear_line():
+    model = nn.Sequential(Steps())
+    sparsify(model, "ste", targets="*bank")
+    with pytest.raises(ConfigError, match="DistributedDataParallel"):
+        model[0]._replicate_for_data_parallel()
+    del model[0]._parameters["bank"]
+    with pytest.raises(ConfigError, match=r"'0.bank' is computed from another tensor"):
+        model(torch.randn(4, 8))
