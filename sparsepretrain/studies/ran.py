@@ -39,7 +39,8 @@ def what_ran(results: TableResults) -> list[tuple[str, str]]:
     rows += [
         (f"`{key}`", _by_value(v, results))
         for key, v in values.items()
-        if not _one(v) and key != "name" and not key.startswith("sparsity.")
+        # the commands name the run that a stage begins with
+        if not _one(v) and key not in ("name", "init.path") and not key.startswith("sparsity.")
     ]
     methods: dict[str, list[str]] = {}
     for at, config in configs.items():

@@ -225,7 +225,10 @@ def collect(name: str, scale: Scale | None, asked: Selection) -> TableResults:
                     cell.nonzero = cost_of.nonzero
         result.seeds = sorted(begun)
         configs = {cell.config: run.config for cell, run in measured if run is not None}
-        result.configs = {key: freeze.experiment(configs[key]) for key in sorted(configs)}
+        texts = {key: freeze.experiment(configs[key]) for key in sorted(configs)}
+        # stages begin with a run of another row: its path without that of this machine
+        here = f"{Path.cwd()}/"
+        result.configs = {key: text.replace(here, "") for key, text in texts.items()}
         result.unit = next((run.unit for _, run in measured if run is not None), "tokens")
     return result
 
