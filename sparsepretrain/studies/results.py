@@ -225,10 +225,7 @@ def collect(name: str, scale: Scale | None, asked: Selection) -> TableResults:
                     cell.nonzero = cost_of.nonzero
         result.seeds = sorted(begun)
         configs = {cell.config: run.config for cell, run in measured if run is not None}
-        texts = {key: freeze.experiment(configs[key]) for key in sorted(configs)}
-        # stages begin with a run of another row: its path without that of this machine
-        here = f"{Path.cwd()}/"
-        result.configs = {key: text.replace(here, "") for key, text in texts.items()}
+        result.configs = {key: freeze.experiment(configs[key]) for key in sorted(configs)}
         result.unit = next((run.unit for _, run in measured if run is not None), "tokens")
     return result
 
@@ -402,6 +399,9 @@ def _tuned(
         result.state = "failed"
         result.reason = f"{stage.name}: {one_line(error)}"
         return result, None
+    # the path of the run that it began with, without that of this machine
+    begin = found.config["init"]
+    begin["path"] = str(begin["path"]).removeprefix(f"{Path.cwd()}/")
     result.steps = found.config.get("steps") or found.end
     result.config = freeze.identity(validate(found.config))
     result.settings = _digests(found.config)

@@ -398,7 +398,7 @@ def test_a_setting_that_differs_from_the_printed_one_is_found(key):
 def test_committed_records_give_the_committed_pages(record):
     results = read_record(record)
     for part in results.all():
-        own = re.compile(rf" (runs_dir=|prune )runs/{part.name}[ /]")
+        own = re.compile(rf" (runs_dir=|prune )runs/{part.name}([ /]|$)")
         assert all(own.search(cell.command) for cell in part.cells)
     found = {part.name: load_table(part.name) for part in [results, *results.all()]}
     page = record.parent.parent / f"{results.name}.md"
