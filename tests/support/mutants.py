@@ -65,9 +65,9 @@ def flat(mask: torch.Tensor) -> torch.Tensor:
     return pack(mask).flatten()
 
 
-def cut_flat(rows: Any, layer: Any, first: str) -> None:
+def cut_flat(rows: Any, layer: Any, shape: tuple[int, ...], first: str) -> None:
     """A flat vector cannot be sharded: each process has one, of its rows."""
-    cut(rows, layer, first)
+    cut(rows, layer, shape, first)
     rows.names = tuple(key for key in rows.names if key != PREVIOUS_MASK)
     del layer.__dict__[PREVIOUS_MASK]
     own = rows.local(None)
