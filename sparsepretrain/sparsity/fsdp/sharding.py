@@ -180,7 +180,8 @@ class ShardedRows(Rows):
         return whole.view(rows.dtype)
 
     def own_rows(self, whole: Tensor) -> Tensor:
-        unit = self.rows // len(whole)  # of a tensor with one value per slice: the rows of one
+        # of a tensor with one value per slice: the rows of one
+        unit = self.rows // len(whole) if self._is_bank else 1
         return whole[self.first // unit : self.last // unit].clone()
 
     def padded(self, rows: Tensor) -> Tensor:
