@@ -100,7 +100,13 @@ def packed_flip_count(
 
 
 def packed_flip_counts(previous: Tensor, current: Tensor, slices: int) -> Tensor:
-    """Count the flips of each of ``slices`` equal parts of two masks packed by rows; (slices,)."""
+    """Count the flips of each of ``slices`` equal parts of two masks packed by rows.
+
+    Needs a byte of memory per mask bit.
+
+    Returns:
+        (slices,) int64 tensor.
+    """
     _require_pair("packed_flip_counts", previous, current)
     return _bits(previous ^ current).view(slices, -1).sum(1)
 

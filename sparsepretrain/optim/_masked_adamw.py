@@ -110,8 +110,8 @@ class MaskedAdamW(Optimizer, abc.ABC):
             [local(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
-            # Not fused: that step on a GPU needs its counts there, where reading them waits, and
-            # one of a CPU that differed would make its runs no check of a GPU's.
+            # Not fused: on a GPU that step needs its counts there, where reading them waits. On a
+            # CPU it would be faster, with other digits, and runs on CPUs check those on GPUs.
             foreach=True,
             amsgrad=False,
             beta1=beta1,

@@ -155,14 +155,16 @@ def _select_banks(
     is_layer = layer_family(type(module)) is not None or isinstance(module, _NO_BANKS)
     has_banks = runs and not is_layer
     for key, parameter in dense_weights(module).items():
-        paths = [f"{alias}.{key}" if alias.strip(".") else key for alias in aliases]
-        names = [*paths, *(aliases if transposed is not None else ())]
+        # the aliases of the root are "" and "."
+        paths = [f"{alias}.{key}" if alias not in ("", ".") else key for alias in aliases]
+        is_known = transposed is not None
+        names = [*paths, *aliases] if is_known else paths
         hits = {p for p in patterns for each in names if _matches(each, p)}
         if any(_matches(each, p) for each in (*paths, *aliases) for p in exclude):
             matched |= hits
-        elif (
-            parameter.dim() < 3 or not has_banks or hits <= ({"*"} if transposed is None else set())
-        ):
+            continue
+        is_named = bool(hits) and (is_known or hits != {"*"})
+        if parameter.dim() < 3 or not has_banks or not is_named:
             others[key] = parameter
         else:
             matched |= hits

@@ -399,9 +399,9 @@ def _tuned(
         result.state = "failed"
         result.reason = f"{stage.name}: {one_line(error)}"
         return result, None
-    # the path of the run that it began with, without that of this machine
-    begin = found.config["init"]
-    begin["path"] = str(begin["path"]).removeprefix(f"{Path.cwd()}/")
+    # it began with the run of another row: no path of this machine in records
+    start = found.config["init"]
+    start["path"] = str(start["path"]).replace(str(data.path.resolve()), str(run))
     result.steps = found.config.get("steps") or found.end
     result.config = freeze.identity(validate(found.config))
     result.settings = _digests(found.config)

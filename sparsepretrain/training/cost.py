@@ -92,14 +92,13 @@ def matmul_flops(
     dtype = compute_dtype(run.precision)
     counted = MatmulFlops(step, Counter(), Counter(), Counter(), Counter(), [])
     for name, layer in sparsifier.layers.items():
-        if name not in inputs:  # a bank of a module of no known class
+        is_convolution = layer.weight.dim() == 4
+        if is_convolution or name not in inputs:  # or a bank of a module of no known class
             continue
         tokens = tuple(inputs[name][:-1])
         token_count = math.prod(tokens)
         in_features, out_features, _ = layer.sizes
         flops = 2 * micro_batches * token_count * in_features * out_features
-        if layer.weight.dim() == 4:  # a convolution
-            continue
         counted.layers.update(dict.fromkeys(row.operands, flops))
         size = layer.operands.matmuls.size
         base = layer.operands.matmuls.base

@@ -68,7 +68,7 @@ class FlipObserver(Observer[Session]):
         self._slices = {
             name: torch.zeros(layer.sparsity.slices, dtype=torch.int64, device=device)
             for name, layer in sparsifier.layers.items()
-            if layer.sparsity.slices > 1
+            if layer.sparsity.slice_rows is not None
         }
 
     def after_step(self, session: Session, step: Step) -> None:
@@ -76,8 +76,9 @@ class FlipObserver(Observer[Session]):
         flips = session.sparsifier.flips
         if session.updated and flips is not None:
             self._sums += flips
-            for name, each in session.sparsifier.slice_flips.items():
-                self._slices[name] += each
+            if self._slices:
+                for name, each in session.sparsifier.slice_flips.items():
+                    self._slices[name] += each
             self._compared = [count + 1 for count in self._compared]
 
     def at_log(self, session: Session, *, per_layer: bool) -> dict[str, Any]:

@@ -45,9 +45,10 @@ class BalancedLoss(Loss):
             for kept in self._kept:
                 kept.logits = None
         router: Any = self._routers[0][0]
-        counts = self.task.is_item(batch) if isinstance(self.task, ScoredTask) else None
+        # the padding of documents; that of other tasks counts as tokens
+        is_token = self.task.is_item(batch) if isinstance(self.task, ScoredTask) else None
         function: Any = load_balancing_loss_func
-        balance = function(logits, router.num_experts, router.top_k, counts)
+        balance = function(logits, router.num_experts, router.top_k, is_token)
         total = balance * self.task.count(batch)
         return loss + self._factor * total.to(loss.dtype), *terms, total.detach()
 

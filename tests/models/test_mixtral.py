@@ -76,12 +76,14 @@ def test_the_load_balancing_loss_is_added_as_transformers_does(tiny, micro):
     assert "router_loss" not in tiny.build(*MOE, "model.router_loss=0").gradients.terms
 
 
-def test_the_factor_of_a_checkpoint_is_used_if_it_asks_for_the_loss(tmp_path, tiny):
+@pytest.mark.parametrize("experts", [4, 1])
+def test_the_factor_of_a_checkpoint_is_used_if_it_asks_for_the_loss(tmp_path, tiny, experts):
     terms = {}
     for asked in (True, False):
         small = MixtralConfig(
             vocab_size=256, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-            num_attention_heads=2, num_key_value_heads=2, num_local_experts=4,
+            num_attention_heads=2, num_key_value_heads=2, num_local_experts=experts,
+            num_experts_per_tok=min(experts, 2),
             max_position_embeddings=64, output_router_logits=asked, router_aux_loss_coef=0.25,
         )  # fmt: skip
         source = tmp_path / str(asked)
@@ -94,6 +96,8 @@ def test_the_factor_of_a_checkpoint_is_used_if_it_asks_for_the_loss(tmp_path, ti
         (run,) = (tmp_path / f"run_{asked}").iterdir()
         lines = [line for line in metrics(run) if "split" not in line]
         terms[asked] = ["router_loss" in line for line in lines]
+        if experts == 1:
+            continue  # the audit of an export takes a router of one row for no weight
         exported = export_run(run, console=Console.silent())
         stock = MixtralForCausalLM.from_pretrained(exported)
         for name, weight in stock.named_parameters():

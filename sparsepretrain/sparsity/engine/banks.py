@@ -73,8 +73,6 @@ class SparseBank(SparseWeight):
         """True if the class of the owner says how it stores its slices."""
         self._shape = tuple(self.weight.shape)
         self.replaces = owner.replaces if isinstance(owner, BankOwner) else type(owner)
-        self._calls: dict[int, int] = {}  # slice -> its matmuls in the present micro-batch
-        self._begun = -1  # `Clock.begun` of that micro-batch
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -181,18 +179,6 @@ class SparseBank(SparseWeight):
         matrix = prepared if self.in_dim == 1 else prepared.t()
         return matrix.view(self.weight.shape)
 
-    def next_call(self, index: int) -> int:
-        """Return the number of a matmul of one slice within the micro-batch, for its draws."""
-        clock = self.sparsity.clock
-        if self._begun != clock.begun:
-            self._begun = clock.begun
-            self._calls = {}
-        count = self._calls.get(index, 0)
-        if torch.is_grad_enabled():
-            self._calls[index] = count + 1
-        slices = self.weight.shape[:-2].numel()
-        return count * slices + index
-
 
 class Source(NamedTuple):
     """A bank as one forward of its module reads it."""
@@ -208,7 +194,8 @@ TURNS = ("transpose", "swapaxes", "swapdims", "t", "adjoint", "T", "mT")
 KEEPS = ("to", "type_as", "contiguous", "float", "double", "half", "bfloat16")
 """Functions that keep the shape."""
 MATMULS = ("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm")
-GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback", "transformers::grouped_mm_fallback")
+GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+"""Of torch, in two versions, and of transformers."""
 
 
 class BankRead(Tensor):
@@ -259,8 +246,7 @@ class BankRead(Tensor):
                 return _matmul(read, name, func, args, kwargs)
             if name in GROUPED:
                 return _grouped(read, func, args, kwargs)
-            plain_args = [_plain(each) for each in args]
-            result = func(*plain_args, **{key: _plain(value) for key, value in kwargs.items()})
+            result = _call(func, args, kwargs)
             if not isinstance(result, Tensor) or not args or args[0] is not read:
                 return _unless_drawn(read, name, result)
             if name == "__getitem__" and _picks_slices(args[1], read.slices.dim()):
@@ -280,8 +266,13 @@ def _name_of(func: Any) -> str:
     return name
 
 
-def _plain(value: Any) -> Any:
-    return value.as_subclass(Tensor) if isinstance(value, BankRead) else value
+def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function of torch with plain tensors in the place of parts of a bank."""
+
+    def plain(value: Any) -> Any:
+        return value.as_subclass(Tensor) if isinstance(value, BankRead) else value
+
+    return func(*map(plain, args), **{key: plain(value) for key, value in kwargs.items()})
 
 
 def _swapped(shape: torch.Size) -> tuple[int, ...]:
@@ -291,24 +282,28 @@ def _swapped(shape: torch.Size) -> tuple[int, ...]:
 def _picks_slices(index: Any, axes: int) -> bool:
     """Return True if an index leaves the last two axes as they are."""
     parts = index if isinstance(index, tuple) else (index,)
-    if any(part is None or part is Ellipsis or isinstance(part, bool) for part in parts):
-        return False
-    return len(parts) <= axes and not any(
-        isinstance(part, Tensor) and part.dtype == torch.bool for part in parts
-    )
+    for part in parts:
+        is_mask = isinstance(part, bool) or (isinstance(part, Tensor) and part.dtype == torch.bool)
+        if part is None or part is Ellipsis or is_mask:  # adds axes, or takes several at once
+            return False
+    return len(parts) <= axes
 
 
 def _unless_drawn(read: BankRead, name: str, result: Any) -> Any:
     """Return a result that is no matmul, unless the method had to see the matmul in it."""
-    bank = read.source.bank
-    hides = _needs_slices(read) or not bank.is_known
+    hides = _needs_slices(read) or not read.source.bank.is_known
     if isinstance(result, Tensor) and result.is_floating_point() and hides:
-        raise ConfigError(
-            f"the bank {bank.sparsity.layer_name!r} {tuple(bank.weight.shape)} of "
-            f"{bank.replaces.__name__} is read by {name}: slices may be indexed, transposed, cast, "
-            "and multiplied by F.linear, @, mm, bmm or grouped_mm; exclude it"
-        )
+        raise _unreadable(read, name)
     return result
+
+
+def _unreadable(read: BankRead, name: str) -> ConfigError:
+    bank = read.source.bank
+    return ConfigError(
+        f"the bank {bank.sparsity.layer_name!r} {tuple(bank.weight.shape)} of "
+        f"{bank.replaces.__name__} is read by {name}: slices may be indexed, transposed, cast, "
+        "and multiplied by F.linear, @, mm, bmm or grouped_mm; exclude it"
+    )
 
 
 def _needs_slices(read: BankRead) -> bool:
@@ -337,11 +332,10 @@ def _matmul(
     last = name == "linear" or not is_right  # the axis of the bank that is summed over
     _require_axis(read, last, name)
     if not _needs_slices(read):
-        plain = [_plain(each) for each in args]
-        result: Tensor = func(*plain, **{key: _plain(value) for key, value in kwargs.items()})
-        return result
+        product: Tensor = _call(func, args, kwargs)
+        return product
     if min(left.dim(), right.dim()) < 2:
-        _unless_drawn(read, "a matmul with a vector", torch.empty(0))
+        raise _unreadable(read, "a product with a vector")
     bias = args[2] if len(args) > 2 else kwargs.get("bias")
     x = left if is_right else right.transpose(-2, -1)
     slices = read.slices
@@ -359,7 +353,7 @@ def _matmul(
         numbers = slices.reshape(-1).repeat_interleave(tokens)
         order = numbers.argsort(stable=True)
         rows = x.reshape(-1, x.shape[-1])[order]
-        counts = numbers.bincount(minlength=read.source.forward.shape[:-2].numel())
+        counts = numbers.bincount(minlength=read.source.bank.sparsity.slices)
         y = _by_slices(read.source, rows, counts.cumsum(0).tolist())
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
@@ -371,14 +365,12 @@ def _grouped(read: BankRead, func: Any, args: Sequence[Any], kwargs: Mapping[str
     """Multiply rows that are sorted by slice; ``offs`` has the end of each slice's rows."""
     _require_axis(read, False, "grouped_mm")
     if not _needs_slices(read):
-        plain = [_plain(each) for each in args]
-        result: Tensor = func(*plain, **{key: _plain(value) for key, value in kwargs.items()})
-        return result
+        product: Tensor = _call(func, args, kwargs)
+        return product
     offs = kwargs.get("offs", args[2] if len(args) > 2 else None)
-    if offs is None:  # one matrix for each slice
-        x = _operand(args, kwargs, 0, ("mat_a", "self", "input"))
-        return _matmul(read, "bmm", torch.bmm, (x, read), {})
     x = _operand(args, kwargs, 0, ("mat_a", "self", "input"))
+    if offs is None:  # one matrix for each slice
+        return _matmul(read, "bmm", torch.bmm, (x, read), {})
     ends = offs.tolist()
     y = _by_slices(read.source, x, ends, read.slices.tolist())
     missing = x.shape[0] - ends[-1]  # rows behind the last end belong to no slice
@@ -436,7 +428,7 @@ def _slice_matmul(source: Source, index: int, x: Tensor, bias: Tensor | None) ->
         Linear(bank.in_dim),
         DENSE,
         model.clock.read(),
-        bank.next_call(index) if bank.training else 0,
+        operands.number_call(index) if bank.training else 0,
         model.micro_batches if bank.training else None,
     )
     return y

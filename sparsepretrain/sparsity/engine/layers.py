@@ -294,9 +294,8 @@ class SparseLayer(SparseWeight):
         return x, Linear(self.in_dim)
 
     def become_dense(self) -> None:
-        del self._modules["sparsity"], self.operands, self.sparse_model
-        for key in ("ran_in_training", "fixed_attributes"):
-            self.__dict__.pop(key, None)
+        super().become_dense()
+        self.__dict__.pop("fixed_attributes", None)
         self.__class__ = self.replaces  # type: ignore[assignment]
 
     def register_parameter(self, name: str, param: Any) -> None:

@@ -60,7 +60,7 @@ class LayerOperands:
         self._gathered_b: Tensor | None = None
         self.outside: OutsideReads | None = None
         """Watch over reads of the weight past the layer, in the first step."""
-        self._calls = 0  # of the layer in the present micro-batch
+        self._calls: dict[int, int] = {}  # slice (0: a layer) -> calls in the present micro-batch
         self._begun = -1  # `Clock.begun` of that micro-batch
         self.choose_ways()
 
@@ -107,20 +107,22 @@ class LayerOperands:
         # functional_call may run the layer with other weights
         return self.outside.through() if self.outside.weight is weight else weight
 
-    def number_call(self) -> int:
+    def number_call(self, index: int = 0) -> int:
         """Return the number of this training forward within its micro-batch.
 
-        Calls of one layer (shared weights, chunks, twin encoders) draw independently. Forwards
-        without gradients draw nothing and are not counted. A reentrant checkpoint therefore numbers
-        its calls during recomputation, in reverse order.
+        Calls of one layer (shared weights, chunks, twin encoders) draw independently, and so do the
+        slices of a bank, whose number is ``index``. Forwards without gradients draw nothing and are
+        not counted. A reentrant checkpoint therefore numbers its calls during recomputation, in
+        reverse order.
         """
         if not torch.is_grad_enabled():
             return 0
         if self._begun != self.state.clock.begun:
             self._begun = self.state.clock.begun
-            self._calls = 0
-        self._calls += 1
-        return self._calls - 1
+            self._calls = {}
+        count = self._calls.get(index, 0)
+        self._calls[index] = count + 1
+        return count * self.state.slices + index
 
     def get(
         self, weight: Tensor, dtype: torch.dtype, training: bool

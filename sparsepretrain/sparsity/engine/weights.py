@@ -68,7 +68,8 @@ class SparseWeight(nn.Module):
 
     def become_dense(self) -> None:
         """Turn back into what was there before ``sparsify``; the weight keeps its values."""
-        raise NotImplementedError
+        del self._modules["sparsity"], self.operands, self.sparse_model
+        self.__dict__.pop("ran_in_training", None)
 
     def extra_repr(self) -> str:
         """Return the original representation and the method."""

@@ -41,7 +41,7 @@ class BiMask(MaskedDecay):
     options: BiMaskOptions
     summary = "forward and backward masks, rows permuted for the backward one"
     paper = "arXiv:2302.06058 (ICML 2023)"
-    # the permutation mixes rows of all groups
+    # no grouped convolutions: the permutation would mix rows of several groups
     layer_kinds = ("linear", "convolution", "bank", "transposed bank")
     needs_whole = True
 
@@ -72,7 +72,7 @@ class BiMask(MaskedDecay):
         count = self.options.candidates
         size = permutations[0].numel()
         draws = kernels.uniform_noise(state.key(DGRAD), count, size, 1, weight.device)[0]
-        drawn = draws.argsort(dim=1, stable=True)
+        drawn = draws.argsort(dim=1, stable=True)  # the slices of a bank share the candidates
         for part, current in zip(parts, permutations, strict=True):
             rows = part if state.dim == 1 else part.t().contiguous()
             candidates = torch.cat([current[None], drawn])

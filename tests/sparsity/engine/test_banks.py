@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+import transformers.integrations.moe  # registers an operator
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -42,7 +43,8 @@ METHODS = {
     "act24": {},
     "dense": {},
 }
-WAYS = ("eager", "batched", "grouped")
+WAYS = ("eager", "batched", "grouped", "fallback")
+"""``fallback``: what transformers calls where torch groups nothing."""
 
 
 class Bank(nn.Module):
@@ -63,7 +65,7 @@ class Bank(nn.Module):
             return self._batched(
                 self._batched(x, self.up_proj[chosen]).relu(), self.down_proj[chosen]
             )
-        if self.way == "grouped":
+        if self.way in ("grouped", "fallback"):
             order = chosen.argsort(stable=True)
             offs = chosen.bincount(minlength=EXPERTS).cumsum(0).to(torch.int32)
             hidden = self._grouped(x[order], self.up_proj, offs).relu()
@@ -85,6 +87,8 @@ class Bank(nn.Module):
 
     def _grouped(self, x, weight, offs):
         weight = weight if self.is_transposed else weight.transpose(-2, -1)
+        if self.way == "fallback":
+            return torch.ops.transformers.grouped_mm_fallback(x, weight, offs=offs)
         return F.grouped_mm(x, weight, offs=offs)
 
 
@@ -196,9 +200,6 @@ def test_a_bank_equals_one_linear_layer_per_expert(name, transposed, monkeypatch
             sparsify(pair(transposed=True)[0], method, targets="*experts*", **options)
         return
     bank, separate = pair(transposed=transposed)
-    # gradients of all experts, so that optimizers treat those without tokens alike
-    for expert in [*separate.experts.up_proj, *separate.experts.down_proj]:
-        expert.weight.register_post_accumulate_grad_hook(lambda p: None)
     found = sparsify(bank, method, targets="*experts*", **options)
     expected = sparsify(separate, method, targets="*_proj*", **options)
     optimizers = [optimizer_of(method, model) for model in (bank, separate)]
@@ -238,19 +239,25 @@ def test_a_bank_equals_one_linear_layer_per_expert(name, transposed, monkeypatch
         expected.prove().zeros,
         expected.prove().groups,
     )
-    densify(bank), densify(separate)
+    densify(bank)
+    densify(separate)
     torch.testing.assert_close(bank(*batch(1)), separate(*batch(1)), rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("transposed", [False, True], ids=["out_in", "in_out"])
-@pytest.mark.parametrize("name", [*METHODS, "sste mvue", "tsrste mvue"])
+@pytest.mark.parametrize(
+    ("name", "transposed"),
+    [
+        (name, transposed)
+        for name in (*METHODS, "sste mvue", "tsrste mvue")
+        for transposed in (False, True)
+        if (name, transposed) != ("cast", True)  # refused, see above
+    ],
+)
 @pytest.mark.filterwarnings("ignore:StepAdamW switched")
 def test_all_ways_to_multiply_are_equal(name, transposed):
     method, options = (
         (name.split()[0], {"total_steps": 10}) if name.endswith("mvue") else options_of(name)
     )
-    if transposed and method == "cast":
-        pytest.skip("refused, see above")
     losses = []
     for way in WAYS:
         model = pair(way, transposed, torch.float32)[0]  # torch groups no fp64 on CPUs
@@ -260,6 +267,7 @@ def test_all_ways_to_multiply_are_equal(name, transposed):
         losses.append(train(model, optimizer, 4))
     assert losses[0] == pytest.approx(losses[1], rel=2e-5)
     assert losses[0] == pytest.approx(losses[2], rel=2e-5)
+    assert losses[0] == pytest.approx(losses[3], rel=2e-5)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -515,7 +523,8 @@ def test_experts_are_left_out_by_either_name():
         model, _ = pair()
         assert list(sparsify(model, "ste", targets=words).layers) == ["experts.down_proj"]
     model, _ = pair()
-    densify(model) if sparsify(model, "ste", targets="*") else None
+    sparsify(model, "ste", targets="*")
+    densify(model)
     assert type(model.experts) is Bank
 
 
