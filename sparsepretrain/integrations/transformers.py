@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.export.library import save_pretrained
@@ -33,8 +40,9 @@ class SparsityCallback(TrainerCallback):
     in the Trainer's logs under ``sparsity/``. Beside the files of a checkpoint, from which training
     resumes, it writes the model with the weights of evaluation: ``checkpoint-N/sparse``.
 
-    A Trainer saves only the adapters of a peft model. Counters and masks are then written beside
-    them, and read again when training resumes.
+    A Trainer saves only the adapters of a peft model, and experts under the names they have on the
+    hub, which it does not find when it resumes (transformers#48805). Counters and masks are then
+    written beside the checkpoint, and all of it is read when training resumes from ``output_dir``.
 
     Args:
         save: write ``checkpoint-N/sparse``; it takes as much space as the weights. False for models
@@ -44,13 +52,38 @@ class SparsityCallback(TrainerCallback):
     def __init__(self, *, save: bool = True) -> None:
         self.save = save
         self._is_first = False  # of the callbacks, before those that report
+        self._model: Any = None
+        self._loaded: set[str] = set()
 
     def add_to(self, trainer: Trainer) -> SparsityCallback:
         """Become the first callback of ``trainer``: reporters then see the metrics."""
         callbacks = trainer.callback_handler.callbacks
         callbacks[:] = [self, *(each for each in callbacks if each is not self)]
         self._is_first = True
+        self._watch(trainer.model)
         return self
+
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Do what :meth:`add_to` does, for a callback that is an argument of its Trainer."""
+        self._watch(model)
+
+    def _watch(self, model: Any) -> None:
+        """Note the names that the Trainer loads into ``model``."""
+
+        def note(module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+            self._loaded |= {k.removeprefix(prefix) for k in state if k.startswith(prefix)}
+
+        if isinstance(model, PreTrainedModel) and self._model is not model:
+            model.register_load_state_dict_pre_hook(note)
+            self._model = model
 
     def on_train_begin(
         self,
@@ -65,9 +98,9 @@ class SparsityCallback(TrainerCallback):
         """Attach to the optimizer, which the Trainer has just made, or kept.
 
         Raises:
-            ConfigError: the model is not sparse, or the optimizer lacks a sparse weight. Of a model
-                with adapters also: ``save`` is true, or the checkpoint to resume from has no
-                :data:`STATE`, or that of another run.
+            ConfigError: the model is not sparse, or the optimizer lacks a sparse weight; the
+                checkpoint to resume from needs :data:`STATE`, and has none, or that of another run;
+                ``save`` is true, and the model has adapters.
         """
         if not self._is_first:
             warnings.warn(
@@ -77,14 +110,14 @@ class SparsityCallback(TrainerCallback):
                 stacklevel=2,
             )
         sparsifier = sparsifier_of(model)
-        if _has_adapters(model):
-            if self.save:
-                raise ConfigError(
-                    "a model with adapters of peft is sparse after merge_and_unload only: use "
-                    "SparsityCallback(save=False), and save the merged model after training"
-                )
-            if state.global_step:
-                _read(model, Path(args.output_dir or ".", f"checkpoint-{state.global_step}"))
+        if _has_adapters(model) and self.save:
+            raise ConfigError(
+                "a model with adapters of peft is sparse after merge_and_unload only: use "
+                "SparsityCallback(save=False), and save the merged model after training"
+            )
+        if state.global_step:
+            self._restore(model, Path(args.output_dir or ".", f"checkpoint-{state.global_step}"))
+        self._loaded.clear()
         reattach(sparsifier, optimizer)
         planned = sparsifier.method.schedule.total_steps
         if planned is not None and planned != state.max_steps:
@@ -94,6 +127,29 @@ class SparsityCallback(TrainerCallback):
                 SparsePretrainWarning,
                 stacklevel=2,
             )
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Complete the best model, if the Trainer has just loaded it."""
+        if self._loaded and state.best_model_checkpoint:
+            self._restore(model, Path(state.best_model_checkpoint))
+        self._loaded.clear()
+
+    def _restore(self, model: Any, checkpoint: Path) -> None:
+        """Read what the Trainer did not find in its own checkpoint."""
+        lacking = _lacking(model, self._loaded)
+        if _has_adapters(model):
+            _read(model, checkpoint)
+        elif self._loaded and lacking:
+            _read_weights(model, checkpoint, lacking)
+            _read(model, checkpoint)
 
     def on_log(
         self,
@@ -122,15 +178,14 @@ class SparsityCallback(TrainerCallback):
         processing_class: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Write the sparse model beside the checkpoint, or what one with adapters lacks."""
+        """Write the sparse model beside the checkpoint, and what the checkpoint lacks."""
         checkpoint = Path(args.output_dir or ".", f"checkpoint-{state.global_step}")
-        if _has_adapters(model):
+        adapters = _has_adapters(model)
+        if args.should_save and (adapters or _is_incomplete(model, checkpoint)):
             tensors = sparsifier_of(model).method_tensors_of(model)
-            if args.should_save:
-                contiguous = {key: tensor.contiguous() for key, tensor in tensors.items()}
-                save_file(contiguous, checkpoint / STATE, {"adapters": _digest(model)})
-            return
-        if not self.save or not hasattr(model, "save_pretrained"):
+            contiguous = {key: tensor.contiguous() for key, tensor in tensors.items()}
+            save_file(contiguous, checkpoint / STATE, {"weights": _digest(model)})
+        if adapters or not self.save or not hasattr(model, "save_pretrained"):
             return
         directory = checkpoint / "sparse"
         save_pretrained(model, directory, is_main_process=args.should_save)
@@ -143,14 +198,43 @@ def _has_adapters(model: Any) -> bool:
     return bool(getattr(model, "peft_config", None))
 
 
+def _lacking(model: Any, names: set[str]) -> set[str]:
+    """Return the names of the model's state that ``names`` miss; tied weights need one name."""
+    own = model.state_dict(keep_vars=True)
+    present = {id(own[name]) for name in names & own.keys()}
+    return {name for name, value in own.items() if id(value) not in present}
+
+
+def _is_incomplete(model: Any, checkpoint: Path) -> bool:
+    """Return True if whole weights were written, but not under all names of the model."""
+    names: set[str] = set()
+    for file in checkpoint.glob("model*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names |= set(opened.keys())
+    return bool(names and _lacking(model, names))
+
+
+def _read_weights(model: Any, checkpoint: Path, lacking: set[str]) -> None:
+    """Let transformers convert the weights of a checkpoint, and copy those that are lacking."""
+    own = {name: p for name, p in model.named_parameters() if name in lacking}
+    if not own or not (checkpoint / STATE).is_file():  # reported by _read
+        return
+    dtype = next(iter(own.values())).dtype
+    whole, info = type(model).from_pretrained(checkpoint, dtype=dtype, output_loading_info=True)
+    found = whole.state_dict()
+    with torch.no_grad():
+        for name in own.keys() - set(info["missing_keys"]):
+            own[name].copy_(found[name])
+
+
 def _read(model: Any, checkpoint: Path) -> None:
-    """Read what :meth:`SparsityCallback.on_save` has written of a model with adapters."""
+    """Read what :meth:`SparsityCallback.on_save` has written into :data:`STATE`."""
     file = checkpoint / STATE
     if not file.is_file():
         raise ConfigError(
-            f"{file} does not exist: {checkpoint.name} holds adapters alone, and training would go "
-            "on without the masks and the step of the method; resume from output_dir, where "
-            "SparsityCallback wrote it"
+            f"{file} does not exist: a Trainer's checkpoint of this model lacks the masks and the "
+            "step of the method, and training would go on without them; resume from output_dir, "
+            "where SparsityCallback wrote it"
         )
     tensors = load_file(file)
     expected = sparsifier_of(model).method_tensors_of(model)
@@ -158,17 +242,17 @@ def _read(model: Any, checkpoint: Path) -> None:
         other = sorted(tensors.keys() ^ expected.keys())[0]
         raise ConfigError(f"{file} is of a model with other sparse layers: {other} is in one only")
     with safe_open(file, "pt") as opened:
-        saved = (opened.metadata() or {}).get("adapters")
+        saved = (opened.metadata() or {}).get("weights")
     if saved != _digest(model):
         raise ConfigError(
-            f"{file} belongs to other adapters than those that training resumes from: resume from "
+            f"{file} belongs to other weights than those that training resumes from: resume from "
             f"{checkpoint}, or give the Trainer the output_dir of that run"
         )
     model.load_state_dict(tensors, strict=False)
 
 
 def _digest(model: Any) -> str:
-    """Return a hash of the trained parameters, which tells one checkpoint from another."""
+    """Return a hash of the trained Parameters, which tells one checkpoint from another."""
     hashed = hashlib.sha256()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and ".sparsity." not in name:

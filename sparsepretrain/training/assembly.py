@@ -43,7 +43,13 @@ from sparsepretrain.training.guard import Guard
 from sparsepretrain.training.identity import weights_hash
 from sparsepretrain.training.observer import Probe
 from sparsepretrain.training.observers import Averaging, FlipObserver
-from sparsepretrain.training.precision import Options, compute_dtype, fp8_formats, set_numerics
+from sparsepretrain.training.precision import (
+    Options,
+    compute_dtype,
+    fp8_formats,
+    set_numerics,
+    widen,
+)
 from sparsepretrain.training.reach import require_reach
 from sparsepretrain.training.recomputation import recompute_blocks
 from sparsepretrain.training.routing import BalancedLoss, routers
@@ -108,8 +114,7 @@ def build_session(
     # before sparsify_model, which computes frozen scales and masks from these weights
     buffers = load_initial(initial, run, task, model, console) if initial and draws else {}
     initial_weights = weights_hash(model) if trains and draws else None
-    if compute_dtype(run.precision) == torch.float64:
-        model.double()
+    widen(model, run.precision)
     chooses = fresh and draws
     if chooses:
         initial_tensors = dict(model.named_parameters())

@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import torch
+from torch import nn
 
 from sparsepretrain.config.groups import Precision, ScaledPrecision, SimulatedFP8, SinglePrecision
 from sparsepretrain.sparsity.matmuls.fp8 import FP8Precision
@@ -50,6 +51,16 @@ def set_numerics(options: Options, *, deterministic: bool) -> None:
         aids: Any = torch.utils.deterministic
         aids.fill_uninitialized_memory = False  # for debugging; it costs time
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+
+
+def widen(model: nn.Module, options: Options) -> None:
+    """Make Parameters and buffers of a model double precision, if ``options`` are fp64."""
+    if compute_dtype(options) != torch.float64:
+        return
+    model.double()
+    # transformers multiplies experts with torch's grouped matmul, which has no fp64
+    if choose := getattr(model, "set_experts_implementation", None):
+        choose("eager")
 
 
 def tf32_note(options: Options, device: torch.device) -> str | None:

@@ -42,6 +42,17 @@ def test_every_method_trains_experts(tiny, method):
         assert any(f"{name}/3" in line and name in line for line in lines)
 
 
+@pytest.mark.parametrize("method", ["dense", "srste", "sste"])
+def test_double_precision(tiny, method):
+    """Torch has no grouped matmul of it."""
+    losses = []
+    for precision in ("fp32", "fp64"):
+        words = (*MOE, f"sparsity={method}", f"precision={precision}", f"name={precision}")
+        losses.append([line["loss"] for line in metrics(tiny.train(*words).directory)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert losses[0] != losses[1]
+
+
 @pytest.mark.parametrize("method", ["sste", "slope", "ast"])
 def test_resume_is_bit_exact(tiny, stop_after, method):
     words = (*MOE, f"sparsity={method}", "batch.micro=2")

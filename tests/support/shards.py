@@ -95,7 +95,8 @@ def model_of(kind: str, inner: int, seed: int = 0) -> nn.Sequential:
 
 def options(name: str) -> tuple[str, dict[str, Any]]:
     """The method of one of ``VARIANTS``, or with its defaults, and its options for the library."""
-    words = [word.removeprefix("sparsity.") for word in VARIANTS.get(name, ())]
+    prefix = "sparsity."
+    words = [w.removeprefix(prefix) for w in VARIANTS.get(name, ()) if w.startswith(prefix)]
     given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(words))
     return name.partition(" ")[0], {k: v for k, v in given.items() if k != "targets"}
 

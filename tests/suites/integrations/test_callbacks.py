@@ -18,6 +18,7 @@ from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.integrations import lightning as in_lightning
 from sparsepretrain.integrations.transformers import SparsityCallback
 from sparsepretrain.kernels import nm_mask
+from support.families import small_model
 
 STEPS = 4
 FFN = ["*.mlp.*"]
@@ -119,6 +120,50 @@ def test_trainers_resume_bit_exactly_and_train_again(tmp_path):
     assert handle.completed_steps == 3 * STEPS
 
 
+@pytest.mark.parametrize(("family", "method"), [("mixtral", "sste"), ("qwen3_moe", "srste")])
+def test_experts_resume_bit_exactly_and_are_saved_sparse(tmp_path, family, method):
+    def start(directory):
+        torch.manual_seed(0)
+        model = small_model(family, "cpu")
+        handle = sp.sparsify(model, method, targets=["*.experts"])
+        return model, handle, *hugging_face(directory, model)
+
+    whole, handle, trainer, report = start(tmp_path / "a")
+    trainer.train()
+    logged = [line for line in report.lines if "loss" in line]
+    assert logged[-1]["sparsity/flip_rate"] == handle.metrics()["flip_rate"] > 0
+    with pytest.raises(ConfigError, match=r"does not exist: .* resume from output_dir"):
+        start(tmp_path / "b")[2].train(resume_from_checkpoint=str(tmp_path / "a/checkpoint-2"))
+    again, _, second, _ = start(tmp_path / "a")
+    second.train(resume_from_checkpoint=str(tmp_path / "a/checkpoint-2"))
+    for (key, one), two in zip(
+        whole.state_dict().items(), again.state_dict().values(), strict=True
+    ):
+        assert torch.equal(one, two), key
+    saved = type(whole).from_pretrained(tmp_path / f"a/checkpoint-{STEPS}/sparse")
+    x = torch.arange(8)[None]
+    torch.testing.assert_close(saved.eval()(x).logits, whole.eval()(x).logits)
+    experts = [w for name, w in saved.named_parameters() if ".experts." in name]
+    assert experts and all(torch.equal(w * nm_mask(w), w) for w in experts)
+
+
+@pytest.mark.parametrize("greater_is_better", [True, False])
+def test_the_best_model_has_its_experts_and_scales(tmp_path, greater_is_better):
+    """Of two checkpoints; one of the two cases chooses the first."""
+    torch.manual_seed(0)
+    model = small_model("mixtral", "cpu")
+    sp.sparsify(model, "sste", targets=["*.experts"])
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "learning_rate": 1e-2}
+    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    settings |= {"greater_is_better": greater_is_better}
+    trainer, _ = hugging_face(tmp_path, model, **settings)
+    trainer.train()
+    best = trainer.state.best_model_checkpoint
+    saved = type(model).from_pretrained(Path(best, "sparse"))
+    x = torch.arange(8)[None]
+    torch.testing.assert_close(saved.eval()(x).logits, model.eval()(x).logits)
+
+
 @pytest.mark.parametrize("method", ["asp", pytest.param("slope", marks=pytest.mark.slow)])
 def test_trainers_of_adapters_resume_bit_exactly(tmp_path, method):
     """A Trainer saves the adapters alone: counters and masks lie beside them."""
@@ -144,7 +189,7 @@ def test_trainers_of_adapters_resume_bit_exactly(tmp_path, method):
     merged = sp.densify(again.merge_and_unload())
     assert is_sparse(merged)
     (tmp_path / "a/checkpoint-2/sparsity.safetensors").unlink()
-    with pytest.raises(ConfigError, match="does not exist: checkpoint-2 holds adapters"):
+    with pytest.raises(ConfigError, match=r"does not exist: .* checkpoint of this model lacks"):
         start(tmp_path / "a")[1].train(resume_from_checkpoint=str(tmp_path / "a/checkpoint-2"))
     with pytest.raises(ConfigError, match=r"use SparsityCallback\(save=False\)"):
         start(tmp_path / "b", save=True)[1].train()
