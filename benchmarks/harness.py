@@ -27,6 +27,8 @@ from sparsepretrain.files import write_atomic
 from sparsepretrain.kernels.timing import Series, measure
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+ON_CPU = ("cpu", "documents", "transposable")
+"""Scripts that measure on a CPU, at full size."""
 TOLERANCE = 1e-2
 """Largest relative error of a matmul: two roundings to bf16."""
 
@@ -235,7 +237,7 @@ def main(
     if methods:
         names = tuple(filter(None, given.methods.split(",")))
         options = Options(given.quick, names, given.sparse_matmuls, given.fp8)
-    if not torch.cuda.is_available() and script != "cpu":
+    if not torch.cuda.is_available() and script not in ON_CPU:
         print("no CUDA GPU: tiny sizes only", flush=True)
     chosen = {k: work for k, work in works(options).items() if fnmatch(k, given.only)}
     if given.out is not None:  # fail before minutes are spent

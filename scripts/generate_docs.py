@@ -48,6 +48,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "methods"
 MEASURED = ROOT / "benchmarks" / "results" / "cpu.json"
 DOCUMENTS = ROOT / "benchmarks" / "results" / "documents.json"
+TRANSPOSABLE = ROOT / "benchmarks" / "results" / "transposable.json"
 RECORDS = ROOT / "docs" / "tables" / "records"
 RELIABILITY = ROOT / "docs" / "reliability.json"
 
@@ -266,6 +267,29 @@ def prepared_documents(_: str, path: Path) -> str:
     return table(head, rows) + measured_on(record, about, DOCUMENTS, path, command)
 
 
+def transposable(_: str, path: Path) -> str:
+    """Return the committed distances of TSENOR's masks from the optimum, and times of a search."""
+    record = json.loads(TRANSPOSABLE.read_text(encoding="utf-8"))
+    cases = {case["name"]: case for case in record["cases"]}
+    rows = []
+    for name, case in cases.items():
+        kind, pattern = name.split(", ")
+        if kind != "gap":
+            continue
+        detail = case["detail"]
+        share = cases[f"step, {pattern}"]["value"]
+        values = [f"{case['value']:.3f} %", f"{detail['largest percent']:.1f} %"]
+        optimal = f"{detail['optimal blocks']:,} of {detail['blocks']:,}"
+        rows.append([pattern, *values, optimal, f"{share:.1f} %"])
+    about = (
+        "blocks of normal weights; one thread; a step is one of `gpt2_nano` under `tsrste`, "
+        "with a search in 40 steps"
+    )
+    head = ["pattern", "mean gap", "largest gap", "optimal blocks", "search per step"]
+    command = "python benchmarks/transposable.py --out benchmarks/results/transposable.json"
+    return table(head, rows) + measured_on(record, about, TRANSPOSABLE, path, command)
+
+
 def recipes(task: str, path: Path) -> str:
     """Return one row per model recipe of a task: data, optimizer, length."""
     rows = []
@@ -474,6 +498,7 @@ TABLES: dict[str, Callable[[str, Path], str]] = {
     "reliability": reliability,
     "reports": reports,
     "stand_ins": stand_ins,
+    "transposable": transposable,
     "unheld": unheld,
 }
 

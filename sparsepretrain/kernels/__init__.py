@@ -5,7 +5,7 @@ Most take ``backend=None | "reference" | "cpu" | "triton"``; see :func:`dispatch
 
 from __future__ import annotations
 
-from sparsepretrain.kernels.bimask24 import bimask_masks, bimask_ones, bimask_prune
+from sparsepretrain.kernels.bimask import bimask_masks, bimask_ones, bimask_prune
 from sparsepretrain.kernels.common import widen
 from sparsepretrain.kernels.fp8 import (
     dequantize_fp8,

@@ -45,12 +45,6 @@ class MethodOptions:
         if not self.targets:
             yield "targets", "must name at least one layer pattern"
 
-    def two_of_four(self, what: str) -> Problems:
-        """Yield an error unless the pattern is 2:4, the only one that ``what`` supports."""
-        if 1 <= self.n <= self.m and (self.n, self.m) != (2, 4):
-            key = "m" if self.m != 4 else "n"
-            yield key, f"does not fit {what}: 2:4 only, got {self.n}:{self.m}"
-
 
 class Projection(NamedTuple):
     """Operands A and B of one weight, and its mask. To project is to compute them from W."""

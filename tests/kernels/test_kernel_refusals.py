@@ -26,6 +26,10 @@ REFUSALS = [
     ("transposable_mask", (8, 6), {}, "multiples of 4"),
     ("transposable_mask", (4,), {}, "multiples of 4"),
     ("transposable_mask", (4, 4, 4), {}, "multiples of 4"),
+    ("transposable_mask", (8, 12), {"n": 4, "m": 8}, "multiples of 8, got .8, 12."),
+    ("transposable_mask", (8, 8), {"n": 9, "m": 8}, "1 ≤ N ≤ M"),
+    ("transposable_mask", (8, 8), {"n": 4, "m": 8, "backend": "cpu"}, "no backend='cpu'"),
+    ("transposable_mask", (8, 8), {"n": 4, "m": 8, "backend": "triton"}, "needs a CUDA tensor"),
     ("mvue", (2, 8), {"key": 0, "estimator": "best"}, "estimator must be"),
     ("mvue", (2, 8), {"key": 0, "order": "features_last"}, "order must be None or 'tokens_last'"),
     ("mvue", (2, 8), {}, "either uniforms or key"),
@@ -42,6 +46,7 @@ REFUSALS = [
     ("geglu", (3,), {}, "even"),
     ("geglu", (8,), {"backend": "cpu"}, "geglu: there is no backend='cpu'; use 'reference'"),
     ("bimask_masks", (16, 24), {"permutation": torch.arange(4)}, "16 entries"),
+    ("bimask_masks", (16, 24), {"permutation": torch.arange(16), "m": 16}, "multiple of M = 16"),
     ("bimask_ones", (16, 24), {"permutations": torch.zeros(30, 4)}, "bimask_ones: .* 16 entries"),
 ]
 

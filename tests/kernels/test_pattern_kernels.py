@@ -57,17 +57,23 @@ def bimask_weights():
     return {"plain": w, "holes": holes, "ties": ties, "special": special, "zero": w * 0}
 
 
+@pytest.mark.parametrize("pattern", [(2, 4), (1, 4), (4, 8)])
 @pytest.mark.parametrize("name", bimask_weights())
-def test_bimask_prunes_and_counts_what_its_masks_say(name):
+def test_bimask_prunes_and_counts_what_its_masks_say(name, pattern):
     w = bimask_weights()[name]
+    n, m = pattern
     draws = torch.rand(30, 16, generator=torch.Generator().manual_seed(2))
     permutations = draws.argsort(dim=1)
-    masks = [kernels.bimask_masks(w, order) for order in permutations]
-    ones = kernels.bimask_ones(w, permutations)
+    masks = [kernels.bimask_masks(w, order, n, m) for order in permutations]
+    ones = kernels.bimask_ones(w, permutations, n, m)
     assert ones.tolist() == [int(backward.sum()) for _, backward in masks]
     assert name == "zero" or len(set(ones.tolist())) > 3, "permutations differ"
     for order, (forward, backward) in zip(permutations, masks, strict=True):
-        found = kernels.bimask_prune(w, order)
+        assert (forward.view(16, -1, m).sum(2) == n).all()
+        assert (backward[order].view(-1, m, 24).sum(1) <= n).all() and not (
+            backward & ~forward
+        ).any()
+        found = kernels.bimask_prune(w, order, n, m)
         assert torch.equal(found[1], forward)
         for pruned, mask in ((found[0], forward), (found[2], backward)):
             expected = kernels.apply_mask(w, mask)

@@ -71,15 +71,18 @@ def test_asp_prunes_the_weights_of_its_step(at, start, pruned):
     assert (metrics["density"], metrics["flip_rate"], metrics["sparse"]) == (0.5, 0.0, 1.0)
 
 
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 8), (1, 4)])
 @pytest.mark.parametrize("start", [0.0, 0.1])
-def test_transposable_masks_refresh_from_the_first_sparse_step(start):
-    options = {"refresh": 3, "window": {"start": start}}
+def test_transposable_masks_refresh_from_the_first_sparse_step(start, n, m):
+    options = {"n": n, "m": m, "refresh": 3, "window": {"start": start}}
     model, optimizer, sparsifier = build("tsrste", options)
     first, seen = round(start * 40), []
     for step in range(first + 7):
         if step >= first:
             mask = sparsifier.masks()["fc1"].clone()
             rule = sparsifier.method.mask(model.fc1.weight.detach(), 1)
+            assert (mask.unflatten(0, (-1, m)).sum(1) == n).all(), "along out_features"
+            assert (mask.unflatten(1, (-1, m)).sum(2) == n).all(), "along in_features"
             if (step - first) % 3 == 0:
                 assert torch.equal(mask, rule)
             else:
@@ -92,8 +95,10 @@ def test_transposable_masks_refresh_from_the_first_sparse_step(start):
     ("method", "options"),
     [
         ("tsrste", {"refresh": 3, "dense_tail": 0.0}),
+        ("tsrste", {"n": 4, "m": 8, "refresh": 3, "dense_tail": 0.0}),
         ("dense", {"refresh": 3}),
         ("dense", {"refresh": 3, "flip_rule": "transposable"}),
+        ("dense", {"n": 1, "refresh": 3, "flip_rule": "transposable"}),
     ],
 )
 def test_flip_rates_name_their_interval_and_are_not_repeated(method, options):

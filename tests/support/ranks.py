@@ -27,6 +27,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "sste weight": ("sparsity.mvue=weight",),
     "sste step": ("sparsity.beta_update=step", "sparsity.estimator=exact"),
     "tsrste": ("sparsity.refresh=3",),
+    "tsrste 4:8": ("sparsity.n=4", "sparsity.m=8", "sparsity.refresh=3"),
     "sdgp": ("sparsity.epsilon=1e-4",),
     "sdgp random": ("sparsity.variant=random",),
     "asp": ("sparsity.at=0.3",),

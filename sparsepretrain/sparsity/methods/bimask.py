@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from sparsepretrain import kernels
-from sparsepretrain.errors import Problems
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import MethodOptions, Operand, Projection, Row
 from sparsepretrain.sparsity.layer_state import LayerState
@@ -19,7 +18,7 @@ from sparsepretrain.sparsity.operand_table import DGRAD
 
 @dataclass(slots=True, kw_only=True)
 class BiMaskOptions(MethodOptions):
-    """Options of Bi-Mask; the pattern is 2:4."""
+    """Options of Bi-Mask."""
 
     decay: Annotated[float, "≥ 0"] = 2.0e-4
     """λ of the masked decay on gradients, with the forward mask."""
@@ -28,14 +27,10 @@ class BiMaskOptions(MethodOptions):
     candidates: Annotated[int, "≥ 1"] = 100
     """Random permutations per search; the current one is always a candidate too."""
 
-    def problems(self) -> Problems:
-        yield from MethodOptions.problems(self)
-        yield from self.two_of_four("Bi-Mask")
-
 
 @register("method", "bimask")
 class BiMask(MaskedDecay):
-    """dX uses a second mask that is 2:4 along out_features after a permutation of the rows."""
+    """dX uses a second mask that is N:M along out_features after a permutation of the rows."""
 
     Options = BiMaskOptions
     options: BiMaskOptions
@@ -47,13 +42,13 @@ class BiMask(MaskedDecay):
 
     @property
     def sparse_row(self) -> Row:
-        """Mb is 2:4 among permuted rows only, so B has no pattern along out_features as stored."""
+        """Mb is N:M among permuted rows only, so B has no pattern along out_features as stored."""
         backward = Operand("Mb∘W (rows permuted)")
         return Row(self.nm("Mf∘W"), backward, J=self.decayed("Mf"))
 
     @property
     def multiples(self) -> tuple[int, int]:
-        return 4, 4
+        return self.options.m, self.options.m
 
     def initial_state(self, weight: Tensor, state: LayerState) -> dict[str, Tensor]:
         """Return the identity, of each slice of a bank; the first search follows at once."""
@@ -76,25 +71,26 @@ class BiMask(MaskedDecay):
         for part, current in zip(parts, permutations, strict=True):
             rows = part if state.dim == 1 else part.t().contiguous()
             candidates = torch.cat([current[None], drawn])
-            best = kernels.bimask_ones(rows, candidates).argmax()  # the first of equals
+            best = kernels.bimask_ones(
+                rows, candidates, *self.pattern
+            ).argmax()  # the first of equals
             current.copy_(candidates[best])
 
     def project(self, weight: Tensor, state: LayerState) -> Projection:
         if state.slice_rows is None:
-            return Projection(*_project(weight, state.permutation, state.dim))
+            return Projection(*self._project(weight, state.permutation, state.dim))
         pairs = zip(_slices(weight, state), state.permutation, strict=True)
-        parts = [_project(part, permutation, state.dim) for part, permutation in pairs]
+        parts = [self._project(part, permutation, state.dim) for part, permutation in pairs]
         return Projection(*(torch.cat(each) for each in zip(*parts, strict=True)))
+
+    def _project(self, weight: Tensor, order: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return A(W), the mask and B(W) of one matrix."""
+        rows = weight if dim == 1 else weight.t()
+        parts = kernels.bimask_prune(rows, order, *self.pattern)
+        forward, mask, backward = parts if dim == 1 else (part.t() for part in parts)
+        return forward, mask, backward
 
 
 def _slices(weight: Tensor, state: LayerState) -> tuple[Tensor, ...]:
     """Return the matrices of a bank, or the weight of a layer alone."""
     return (weight,) if state.slice_rows is None else weight.split(state.slice_rows)
-
-
-def _project(weight: Tensor, permutation: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return A(W), the mask and B(W) of one matrix."""
-    rows = weight if dim == 1 else weight.t()
-    parts = kernels.bimask_prune(rows, permutation)
-    forward, mask, backward = parts if dim == 1 else (part.t() for part in parts)
-    return forward, mask, backward

@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 
 from torch import Tensor
 
-from sparsepretrain.errors import Problems
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import Method, MethodOptions, Phase
 from sparsepretrain.sparsity.methods.tsrste import transposable
@@ -18,14 +17,9 @@ class DenseOptions(MethodOptions):
     """Options of a dense run: rule and interval of the flips that it logs."""
 
     flip_rule: Literal["magnitude", "transposable"] = "magnitude"
-    """Masks compared: N:M by magnitude, or the transposable ones of T-SR-STE (2:4 only)."""
+    """Masks compared: N:M by magnitude, or the transposable ones of T-SR-STE."""
     refresh: Annotated[int, "≥ 1"] = 1
     """Optimizer steps between two comparisons; T-SR-STE's is 40."""
-
-    def problems(self) -> Problems:
-        yield from MethodOptions.problems(self)
-        if self.flip_rule == "transposable":
-            yield from self.two_of_four("transposable masks")
 
 
 @register("method", "dense")
@@ -47,13 +41,14 @@ class DenseMethod(Method):
 
     @property
     def multiples(self) -> tuple[int, int]:
-        """Transposable masks are chosen in blocks of 4×4."""
-        return 4 if self.options.flip_rule == "transposable" else 1, self.options.m
+        """Transposable masks are chosen in blocks of M×M."""
+        m = self.options.m
+        return m if self.options.flip_rule == "transposable" else 1, m
 
     def phase_of(self, step: int) -> Phase:
         return Phase(False, False)
 
     def mask(self, weight: Tensor, dim: int) -> Tensor:
         if self.options.flip_rule == "transposable":
-            return transposable(weight)
+            return transposable(weight, *self.pattern, dim)
         return Method.mask(self, weight, dim)

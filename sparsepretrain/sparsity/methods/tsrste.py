@@ -18,19 +18,22 @@ from sparsepretrain.sparsity.methods.srste import MaskedDecay, RampedDecayOption
 from sparsepretrain.sparsity.operand_table import MVUE
 
 
-def transposable(weight: Tensor) -> Tensor:
-    """Return the best transposable mask (arXiv:2404.01847 section 5.1), per kernel position.
+def transposable(weight: Tensor, n: int, m: int, dim: int) -> Tensor:
+    """Return the transposable mask (arXiv:2404.01847 section 5.1), per kernel position.
 
-    It serves both of the first two axes, along which the features are, in any order.
+    It serves both of the first two axes, along which the features are; ``dim``: in_features.
     """
-    matrices = weight.movedim((0, 1), (-2, -1))
-    mask = kernels.transposable_mask(matrices.flatten(0, -2))
-    return mask.view(matrices.shape).movedim((-2, -1), (0, 1))
+    # TSENOR begins with rows, so a weight and its transpose are given in one order. The search for
+    # 2:4 treats both axes alike, and takes the weight as it lies in memory.
+    axes = (0, 1) if dim == 1 or (n, m) == (2, 4) else (1, 0)
+    matrices = weight.movedim(axes, (-2, -1))
+    mask = kernels.transposable_mask(matrices.flatten(0, -2), n, m)
+    return mask.view(matrices.shape).movedim((-2, -1), axes)
 
 
 @dataclass(slots=True, kw_only=True)
 class TSRSTEOptions(RampedDecayOptions):
-    """Options of T-SR-STE; the pattern is 2:4."""
+    """Options of T-SR-STE."""
 
     decay: Annotated[float, "≥ 0"] = 6.0e-5
     """λ of the masked decay on gradients (GPT-2 124M; between 6e-6 and 1e-3 elsewhere)."""
@@ -45,7 +48,6 @@ class TSRSTEOptions(RampedDecayOptions):
 
     def problems(self) -> Problems:
         yield from RampedDecayOptions.problems(self)
-        yield from self.two_of_four("transposable masks")
         if 0 <= self.dense_tail < 1 and self.window.start >= 1 - self.dense_tail:
             yield "dense_tail", f"leaves no sparse step after window.start ({self.window.start})"
 
@@ -76,17 +78,17 @@ class TSRSTE(MaskedDecay, StoredMask):
 
     @property
     def sparse_row(self) -> Row:
-        """One operand for fprop and dgrad: the mask is 2:4 along both axes."""
+        """One operand for fprop and dgrad: the mask is N:M along both axes."""
         row = Row(self.nm("Mt∘W"), self.nm("A", "out"), J=self.decayed("Mt"))
         return row._replace(U=MVUE) if self.options.mvue == "gradient" else row
 
     @property
     def multiples(self) -> tuple[int, int]:
-        """Masks are chosen in blocks of 4×4."""
-        return 4, 4
+        """Masks are chosen in blocks of M×M."""
+        return self.options.m, self.options.m
 
     def mask(self, weight: Tensor, dim: int) -> Tensor:
-        return transposable(weight)
+        return transposable(weight, *self.pattern, dim)
 
     def update_(self, weight: Tensor, state: LayerState) -> None:
         """Search again at the first sparse step and every ``refresh`` steps after it."""

@@ -31,6 +31,7 @@ METHODS = {
     "sste l1": {"mvue": "none", "beta": "l1"},
     "sste none": {"mvue": "none", "beta": "none"},
     "tsrste": {"mvue": "none", "decay": 0.02, "refresh": 2},
+    "tsrste 4:8": {"n": 4, "m": 8, "mvue": "none", "decay": 0.02, "refresh": 2},
     "step": {"clipping": [0.2, 0.5]},
     "asp": {"at": 0.3},
     "slope": {},

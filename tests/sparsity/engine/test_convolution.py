@@ -128,16 +128,19 @@ def test_published_gradient_pruning(variant, name):
     torch.testing.assert_close(x.grad, g[f"conv_{name}_2_4"], rtol=1e-5, atol=1e-7)
 
 
-def test_masks_are_transposable_at_every_kernel_position():
-    model = conv(8, 12, (2, 3))
-    sparsifier = sp.sparsify(model, "tsrste", targets="0", dense_tail=0.0)
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 8), (1, 4)])
+def test_masks_are_transposable_at_every_kernel_position(n, m):
+    model = conv(8, 24, (2, 3))
+    sparsifier = sp.sparsify(model, "tsrste", targets="0", n=n, m=m, dense_tail=0.0)
     mask = sparsifier.masks()["0"]
     for row in range(2):
         for column in range(3):
             own = mask[:, :, row, column]
-            expected = kernels.transposable_mask(model[0].weight[:, :, row, column])
+            expected = kernels.transposable_mask(model[0].weight[:, :, row, column], n, m)
             assert torch.equal(own, expected)
-            assert (own.view(3, 4, 8).sum(1) == 2).all() and (own.view(12, 2, 4).sum(2) == 2).all()
+            assert (own.view(-1, m, 8).sum(1) == n).all() and (
+                own.view(24, -1, m).sum(2) == n
+            ).all()
 
 
 def test_bimask_permutes_output_channels():

@@ -68,6 +68,8 @@ def sharded(mesh, method="srste", **options):
     [
         ("srste", {}),
         ("bimask", {"every": 2, "candidates": 4}),
+        ("bimask", {"n": 1, "m": 8, "every": 2, "candidates": 4}),
+        ("tsrste", {"n": 4, "m": 8, "refresh": 2}),
         ("ast", {"refresh": 2, "slorb": 4}),
         ("cast", {"refresh": 2, "decay": 0.01}),
     ],

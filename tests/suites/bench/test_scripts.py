@@ -81,6 +81,17 @@ def test_what_loops_save(run):
     assert len(cases) == len(cpu.LOOPS)
 
 
+def test_masks_are_compared_with_the_optimum(run):
+    code, cases = run("transposable", methods=False)
+    assert code == 0
+    for kind in ("gap", "step"):
+        assert set(labels(cases, f"{kind}, ")) == {"4:8", "8:16", "1:4", "2:8"}
+    for case in cases:
+        assert case["status"] == "ok" and 0 <= case["value"] < 100, case
+        if case["name"].startswith("gap"):
+            assert case["value"] <= case["detail"]["largest percent"] and case["value"] < 2
+
+
 def test_both_ways_of_finding_documents_are_measured(run):
     code, cases = run("documents", methods=False)
     ways = {"scan, cold", "bounds, cold", "scan, warm", "bounds, warm"}

@@ -23,6 +23,7 @@ STORAGES = [
 WAYS = [
     # 18 rows on each: blocks of four rows lie on two processes
     *({"name": name, "inner": 36} for name in ("sste", "tsrste", "slope", "bimask", "cast")),
+    {"name": "tsrste 4:8", "inner": 40},  # likewise of eight rows
     {"name": "asp", "kind": "conv1d", "inner": 36},
     # the operand of evaluation is another one while STEP trains dense
     *({"name": "step", "evaluates": True, "reshard": again} for again in (True, False, None)),
