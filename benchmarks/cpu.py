@@ -43,6 +43,7 @@ SEARCHES = {"bimask": "every", "tsrste": "refresh"}
 """Method -> option with the steps between two searches for masks, which are rare and long."""
 LOOPS = {
     ("mvue",): "sste",
+    ("mvue_nm",): "sste",
     ("soft_threshold", "soft_prune"): "sste",
     ("nm_mask", "nm_prune"): "srste",
     ("masked_decay_",): "srste",
@@ -51,7 +52,11 @@ LOOPS = {
     ("uniform_noise",): "sdgp",
 }
 """Operations with a loop -> the method whose step is timed with and without."""
-LOOP_OPTIONS = {"sdgp": ["sparsity.variant=random"]}
+LOOP_OPTIONS = {
+    ("uniform_noise",): ["sparsity.variant=random"],
+    ("mvue_nm",): ["sparsity.n=4", "sparsity.m=8"],
+}
+"""Operations -> options of that method with which it runs them."""
 NEVER = 10**6
 """Steps between two mask searches in a run without a second search."""
 MEMORY_STEPS = 4
@@ -149,7 +154,7 @@ def _steps(chosen: dict[str, Variant], rounds: int, threads: str) -> list[Case]:
 def loops(rounds: int) -> Iterator[Case]:
     """Compare training steps with the reference of some operations with steps with their loops."""
     for operations, name in LOOPS.items():
-        session = training([f"sparsity={name}", *LOOP_OPTIONS.get(name, ())])
+        session = training([f"sparsity={name}", *LOOP_OPTIONS.get(operations, ())])
         step = functools.partial(train_step, session)
         without = functools.partial(without_loops, operations, step)
         series = interleave({"with": step, "without": without}, rounds)

@@ -1,8 +1,9 @@
-"""Minimum-variance unbiased 2:4 estimates (Chmiel et al., ICLR 2023, arXiv:2203.10991).
+"""Minimum-variance unbiased N:M estimates (Chmiel et al., ICLR 2023, arXiv:2203.10991).
 
-Of every four values two are kept and divided by their inclusion probability p, the rest is zero,
-so the expectation is the input. Nothing is ever formed as "total minus own": that is what makes
-the published kernel return NaN when one value dominates its group.
+Of every M values N are kept and divided by their inclusion probability p, the rest is zero, so the
+expectation is the input. 2:4 is here; other patterns: :mod:`sparsepretrain.kernels.mvue_nm`.
+Nothing is ever formed as "total minus own": that is what makes the published kernel return NaN
+when one value dominates its group.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.common import INTEGER_OF_SIZE, check_draws, from_groups4, to_groups4
+from sparsepretrain.kernels.common import check_draws, from_groups, to_groups
 from sparsepretrain.kernels.dispatch import kernel_of
 from sparsepretrain.kernels.keys import AnyKey
+from sparsepretrain.kernels.mvue_nm import kept_value, power_of_two, signed, water_filled
 from sparsepretrain.kernels.noise import uniform_noise
 
 
 def mvue(
     x: Tensor,
+    n: int = 2,
+    m: int = 4,
     *,
     dim: int = -1,
     estimator: str = "approximate",
@@ -28,21 +32,24 @@ def mvue(
     order: str | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Unbiased 2:4 estimate of ``x`` with groups of four consecutive elements along ``dim``.
+    """Unbiased N:M estimate of ``x`` with groups of M consecutive elements along ``dim``.
 
-    ``approximate`` draws one position with probability |x_i|/S and a second one from the rest
-    (what the kernels of arXiv:2404.01847 and arXiv:2409.09099 run); ``exact`` has the smallest
-    variance any such estimator can have, drawn by systematic sampling. Groups with at most two
-    non-zeros are returned unchanged. A length that is not a multiple of four is padded with zeros.
+    ``exact`` has the smallest variance any such estimator can have, drawn by systematic sampling:
+    p_i = min(1, |x_i|/c) with Σp = N. ``approximate`` is a sampler of 2:4 alone, which draws one
+    position with probability |x_i|/S and a second one from the rest (what the kernels of
+    arXiv:2404.01847 and arXiv:2409.09099 run); other patterns have the exact one only, under either
+    name. Groups with at most N non-zeros are returned unchanged. A length that is not a multiple of
+    M is padded with zeros.
     Finite inputs give finite outputs, saturated at the largest value of the dtype; a group with
     NaN or infinity does not become finite.
 
     Args:
         x: floating-point tensor, any shape and strides.
+        n, m: the pattern, 1 ≤ n ≤ m.
         dim: axis of the groups (for weight gradients: the tokens).
-        estimator: ``"approximate"`` or ``"exact"``.
-        uniforms: draws in [0, 1) of shape (…, groups, 2) for approximate, (…, groups, 1) for
-            exact: the shape of ``x`` with ``dim`` moved last and divided by four.
+        estimator: ``"approximate"`` or ``"exact"``, of 2:4.
+        uniforms: draws in [0, 1) of shape (…, groups, 2) for approximate 2:4, else (…, groups, 1):
+            the shape of ``x`` with ``dim`` moved last and divided by M.
         key: stream of the counter-based generator (group index along ``dim``, flattened index of
             the other axes), or an integer seed. Used when ``uniforms`` is None.
         order: ``"tokens_last"``: ``dim`` lies along memory in the result, which is contiguous with
@@ -52,30 +59,41 @@ def mvue(
         tensor of the shape and dtype of ``x``; arithmetic is fp32 (fp64 for fp64).
 
     Raises:
-        ValueError: unknown estimator or order, neither or both of uniforms and key, wrong uniforms
-            shape.
+        ValueError: impossible pattern, unknown estimator or order, neither or both of uniforms and
+            key, wrong uniforms shape.
     """
-    kernel = kernel_of("mvue", backend, x)
+    is_24 = (n, m) == (2, 4)
+    kernel = kernel_of("mvue" if is_24 else "mvue_nm", backend, x, composed=not is_24)
+    if kernel is None and backend not in (None, "reference"):
+        raise ValueError(f"mvue: backend={backend!r} has no {n}:{m} kernel; use 'reference'")
+    if not 1 <= n <= m:
+        raise ValueError(f"mvue: N:M needs 1 ≤ N ≤ M, got {n}:{m}")
     if estimator not in ("approximate", "exact"):
         raise ValueError(f"mvue: estimator must be 'approximate' or 'exact', got {estimator!r}")
     if order not in (None, "tokens_last"):
         raise ValueError(f"mvue: order must be None or 'tokens_last', got {order!r}")
-    draws = 2 if estimator == "approximate" else 1
+    draws = 2 if is_24 and estimator == "approximate" else 1
     shape = list(x.shape)
-    groups = -(-shape.pop(dim) // 4)
+    groups = -(-shape.pop(dim) // m)
     check_draws("mvue", (*shape, groups, draws), uniforms, key)
-    if kernel:
+    if kernel and is_24:
         return kernel(x.detach(), dim, estimator, uniforms, key, order)
-    x4 = to_groups4(x, dim)
-    groups, _, features = x4.shape
+    if kernel:
+        return kernel(x.detach(), n, m, dim, uniforms, key, order)
+    grouped = to_groups(x, dim, m)
+    groups, _, features = grouped.shape
     if uniforms is None:
         noise = uniform_noise(key or 0, groups, features, draws, x.device, backend="reference")
         r = torch.stack(noise)
     else:
-        r = uniforms.detach().reshape(features, groups, draws).to(x4.dtype).permute(2, 1, 0)
-    method = _approximate if estimator == "approximate" else _exact
-    out = torch.stack(method(x4.unbind(1), r, torch.finfo(x.dtype).max), 1)
-    return from_groups4(out, x, dim, order)
+        r = uniforms.detach().reshape(features, groups, draws).to(grouped.dtype).permute(2, 1, 0)
+    values, max_value = grouped.unbind(1), torch.finfo(x.dtype).max
+    if is_24:
+        method = _approximate if estimator == "approximate" else _exact
+        found = method(values, r, max_value)
+    else:
+        found = water_filled(values, n, r[0], max_value)
+    return from_groups(torch.stack(found, 1), x, dim, order)
 
 
 def _normalize(x: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -94,26 +112,8 @@ def _normalize(x: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
     floor = (largest * (info.tiny * 2.0**30)).clamp(min=info.tiny * info.eps)
     few = torch.where(second == 0, 0.0, floor)
     cutoff = torch.where(second < floor, few, torch.inf)
-    one = round(1 / info.eps)  # in the field of exponents, whose largest is that of infinity
-    infinite = 2 ** (info.bits - 1) - one
-    # that of a subnormal or zero is replaced by one with which both powers are normal numbers
-    exponent = largest.clamp(min=info.tiny * 2).view(INTEGER_OF_SIZE[high.itemsize]) & infinite
-    inverse = (infinite - exponent).view(high.dtype)  # of infinity and NaN: 0, which makes NaN
-    return [v * inverse for v in a], (exponent - one).view(high.dtype), cutoff
-
-
-def _signed(x: Sequence[Tensor], magnitudes: Sequence[Tensor], cutoff: Tensor) -> list[Tensor]:
-    """Copy the signs of x to ``magnitudes``; return x itself where |x| ≥ ``cutoff``."""
-    return [
-        torch.where(xi.abs() >= cutoff, xi, torch.copysign(v, xi))
-        for xi, v in zip(x, magnitudes, strict=True)
-    ]
-
-
-def _kept_value(v: Tensor, b: Tensor, scale: Tensor, cutoff: Tensor, max_value: float) -> Tensor:
-    """Return the magnitude of a kept entry; v is |x|/p over the scale."""
-    value = (torch.maximum(v, b) * scale).clamp(max=max_value)  # p ≤ 1
-    return torch.where(cutoff < torch.inf, 0.0, value)
+    power, inverse = power_of_two(largest)
+    return [v * inverse for v in a], power, cutoff
 
 
 def _approximate(x: Sequence[Tensor], r: Tensor, max_value: float) -> list[Tensor]:
@@ -144,8 +144,8 @@ def _approximate(x: Sequence[Tensor], r: Tensor, max_value: float) -> list[Tenso
     whole, without_second = total * d, first + remaining
     value = without_second * (whole / (n * without_second + whole))
     value2 = others * (whole / (n * others + whole))
-    y = _kept_value(value, first, scale, cutoff, max_value)
-    y2 = _kept_value(value2, second, scale, cutoff, max_value)
+    y = kept_value(value, first, scale, cutoff, max_value)
+    y2 = kept_value(value2, second, scale, cutoff, max_value)
     zero = total * 0  # propagates NaN
     h0 = torch.where(nearer, y2, zero)
     h1 = torch.where(nearer, zero, torch.where(near, y2, zero))
@@ -156,7 +156,7 @@ def _approximate(x: Sequence[Tensor], r: Tensor, max_value: float) -> list[Tenso
         torch.where(to1, h1, torch.where(to2, y, h2)),
         torch.where(to2, h2, y),
     )
-    return _signed(x, magnitudes, cutoff)
+    return signed(x, magnitudes, cutoff)
 
 
 def _exact(x: Sequence[Tensor], r: Tensor, max_value: float) -> list[Tensor]:
@@ -177,7 +177,7 @@ def _exact(x: Sequence[Tensor], r: Tensor, max_value: float) -> list[Tensor]:
     kept = at0, (to1 & ~at0) | again1, ~to1 | (again2 & ~again1), ~again2
     zero = step * 0  # propagates NaN
     magnitudes = [
-        torch.where(keep, _kept_value(step, v, scale, cutoff, max_value), zero)
+        torch.where(keep, kept_value(step, v, scale, cutoff, max_value), zero)
         for keep, v in zip(kept, b, strict=True)
     ]
-    return _signed(x, magnitudes, cutoff)
+    return signed(x, magnitudes, cutoff)

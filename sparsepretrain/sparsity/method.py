@@ -188,7 +188,7 @@ class Method:
 
     @property
     def estimator(self) -> str:
-        """Estimator of :func:`sparsepretrain.kernels.mvue` for U(G)."""
+        """Estimator of :func:`sparsepretrain.kernels.mvue` for U(G) with the pattern 2:4."""
         return "approximate"
 
     def scale(self, state: LayerState) -> Tensor | None:
@@ -268,10 +268,12 @@ class Method:
     def wgrad_gradient(self, grad: Tensor, key: AnyKey, order: str | None = None) -> Tensor:
         """Return U(G), the output gradient of wgrad; (tokens, out_features), in the dtype of G.
 
-        Called if U is not G. By default :data:`MVUE` with :attr:`estimator`. ``order`` is
-        the memory order that the matmul reads; overrides may leave this parameter out.
+        Called if U is not G. By default MVUE (arXiv:2203.10991) with :attr:`estimator` and the
+        pattern of U in the row. ``order`` is the memory order that the matmul reads; overrides may
+        leave this parameter out.
         """
-        return kernels.mvue(grad, dim=0, estimator=self.estimator, key=key, order=order)
+        n, m = self.phase.row.U.pattern or self.pattern
+        return kernels.mvue(grad, n=n, m=m, dim=0, estimator=self.estimator, key=key, order=order)
 
     def residual(self, x: Tensor, state: LayerState) -> Tensor | None:
         """Return a linear function of X, (…, out_features), that is added to X·A(W)ᵀ, or None.

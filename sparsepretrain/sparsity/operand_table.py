@@ -23,7 +23,6 @@ class Operand(NamedTuple):
 
 
 W, X, G, DW = Operand("W"), Operand("X"), Operand("G"), Operand("dW")  # unchanged
-MVUE = Operand("MVUE(G)", (2, 4), "tokens")  # an unbiased estimate (arXiv:2203.10991)
 
 
 class Row(NamedTuple):

@@ -45,9 +45,10 @@ class OperandTable:
         def in_place(values):
             return values.mT.reshape(gy.shape) if convolution else values
 
-        def by_samples(function, values):
-            """Pad each sample with zeros to whole groups of four tokens."""
-            filled = nn.functional.pad(values, (0, 0, 0, -values.shape[-2] % 4))
+        def by_samples(function, values, operand):
+            """Pad each sample with zeros to whole groups of M tokens."""
+            m = operand.pattern[1] if operand.axis == "tokens" else 4
+            filled = nn.functional.pad(values, (0, 0, 0, -values.shape[-2] % m))
             rows = function(filled.reshape(-1, values.shape[-1])).view(filled.shape)
             return rows[..., : values.shape[-2], :]
 
@@ -55,8 +56,8 @@ class OperandTable:
             self.P = in_place(method.dgrad_gradient(tokens, state.key(DGRAD)))
         if row.U != G:
             key = state.key(WGRAD)
-            self.U = in_place(by_samples(lambda g: method.wgrad_gradient(g, key), tokens))
+            self.U = in_place(by_samples(lambda g: method.wgrad_gradient(g, key), tokens, row.U))
         if row.Xf != X:
             self.Xf = method.fprop_input(x)
         if row.Xw != X:
-            self.Xw = by_samples(method.wgrad_input, x)
+            self.Xw = by_samples(method.wgrad_input, x, row.Xw)

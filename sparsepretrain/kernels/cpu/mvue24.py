@@ -9,7 +9,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.common import from_groups4, to_groups4
+from sparsepretrain.kernels.common import from_groups, to_groups
 from sparsepretrain.kernels.cpu.launch import compiled, inlined
 from sparsepretrain.kernels.cpu.noise import fill, stream
 from sparsepretrain.kernels.keys import AnyKey
@@ -28,7 +28,7 @@ def mvue(
     order: str | None,
 ) -> Tensor:
     """Return the estimate of ``x`` with ``uniforms``, or those drawn under ``key``."""
-    x4 = to_groups4(x, dim).contiguous()
+    x4 = to_groups(x, dim).contiguous()
     groups, _, features = x4.shape
     out, draws = torch.empty_like(x4), 1 if estimator == "exact" else 2
     r = x4.new_empty(0, draws, features)
@@ -41,11 +41,11 @@ def mvue(
     # by the types of these Numba compiles one of two
     exact, wide = (True if flag else None for flag in (estimator == "exact", real(0).itemsize == 8))
     _estimate(*arrays, *numbers, exact, wide)
-    return from_groups4(out, x, dim, order)
+    return from_groups(out, x, dim, order)
 
 
 @inlined
-def _power(largest, wide):
+def power_of_two(largest, wide):
     """Return a power of two that brings the largest magnitude to [2, 4), and its inverse."""
     if wide is None:
         bits = numpy.float32(largest).view(numpy.int32) & _INFINITE
@@ -66,12 +66,12 @@ def _normalize(a, least, tiny, factor, zero, infinity, wide):
     floor = numpy.maximum(largest * factor, least)
     few = zero if second == zero else floor
     cutoff = few if second < floor else infinity
-    power, inverse = _power(numpy.maximum(largest, tiny + tiny), wide)
+    power, inverse = power_of_two(numpy.maximum(largest, tiny + tiny), wide)
     return (a[0] * inverse, a[1] * inverse, a[2] * inverse, a[3] * inverse), power, cutoff
 
 
 @inlined
-def _kept_value(v, b, scale, cutoff, max_value, zero, infinity):
+def kept_value(v, b, scale, cutoff, max_value, zero, infinity):
     """Return the magnitude of a kept entry; v is |x|/p over the scale."""
     v = numpy.maximum(v, b) * scale  # p ≤ 1
     v = max_value if v > max_value else v
@@ -79,7 +79,7 @@ def _kept_value(v, b, scale, cutoff, max_value, zero, infinity):
 
 
 @inlined
-def _signed(magnitude, x, cutoff):
+def signed(magnitude, x, cutoff):
     """Copy the sign of x to ``magnitude``; return x itself where |x| ≥ ``cutoff``."""
     y = numpy.copysign(magnitude, x)
     return x if abs(x) >= cutoff else y
@@ -111,8 +111,8 @@ def _approximate(b, r0, r1, scale, cutoff, max_value, zero, infinity):
     whole, without_second = total * d, first + remaining
     value = without_second * (whole / (n * without_second + whole))
     value2 = others * (whole / (n * others + whole))
-    y = _kept_value(value, first, scale, cutoff, max_value, zero, infinity)
-    y2 = _kept_value(value2, second, scale, cutoff, max_value, zero, infinity)
+    y = kept_value(value, first, scale, cutoff, max_value, zero, infinity)
+    y2 = kept_value(value2, second, scale, cutoff, max_value, zero, infinity)
     nothing = total * zero  # propagates NaN
     h0, h2 = y2 if nearer else nothing, nothing if near else y2
     h1 = y2 if near else nothing
@@ -136,10 +136,10 @@ def _exact(b, r, scale, cutoff, max_value, zero, infinity, half):
     again = u + step
     at0, to1, again1, again2 = u < q0, u < c1, again < c1, again < c2
     nothing = step * zero  # propagates NaN
-    y0 = _kept_value(step, b[0], scale, cutoff, max_value, zero, infinity)
-    y1 = _kept_value(step, b[1], scale, cutoff, max_value, zero, infinity)
-    y2 = _kept_value(step, b[2], scale, cutoff, max_value, zero, infinity)
-    y3 = _kept_value(step, b[3], scale, cutoff, max_value, zero, infinity)
+    y0 = kept_value(step, b[0], scale, cutoff, max_value, zero, infinity)
+    y1 = kept_value(step, b[1], scale, cutoff, max_value, zero, infinity)
+    y2 = kept_value(step, b[2], scale, cutoff, max_value, zero, infinity)
+    y3 = kept_value(step, b[3], scale, cutoff, max_value, zero, infinity)
     return (
         y0 if at0 else nothing,
         y1 if (to1 & (not at0)) | again1 else nothing,
@@ -164,5 +164,5 @@ def _estimate(x4, out, uniforms, first, k0, k1, least, tiny, factor, max_value, 
                 y = _approximate(b, r[0, f], r[1, f], scale, cutoff, max_value, zero, infinity)
             else:
                 y = _exact(b, r[0, f], scale, cutoff, max_value, zero, infinity, half)
-            out[g, 0, f], out[g, 1, f] = _signed(y[0], x[0], cutoff), _signed(y[1], x[1], cutoff)
-            out[g, 2, f], out[g, 3, f] = _signed(y[2], x[2], cutoff), _signed(y[3], x[3], cutoff)
+            out[g, 0, f], out[g, 1, f] = signed(y[0], x[0], cutoff), signed(y[1], x[1], cutoff)
+            out[g, 2, f], out[g, 3, f] = signed(y[2], x[2], cutoff), signed(y[3], x[3], cutoff)

@@ -23,7 +23,7 @@ from sparsepretrain.sparsity.engine.weights import SparseWeight, is_dtensor
 from sparsepretrain.sparsity.matmuls.geometry import Geometry, Linear
 from sparsepretrain.sparsity.matmuls.three import Estimate, MatmulCall, Matmuls, Operands, Prepared
 from sparsepretrain.sparsity.method import Method
-from sparsepretrain.sparsity.operand_table import DGRAD, WGRAD, G, X
+from sparsepretrain.sparsity.operand_table import DGRAD, WGRAD, G, Operand, X
 
 
 class SparseMatmul(torch.autograd.Function):
@@ -126,8 +126,9 @@ def _inputs(layer_operands: LayerOperands | None, x: Tensor) -> tuple[Tensor, Te
     method = layer_operands.method
     row = method.phase.row
     for_fprop = method.fprop_input(x) if row.Xf != X else x
-    for_wgrad = by_groups_of_tokens(x, method.wgrad_input) if row.Xw != X else x
-    return for_fprop, for_wgrad
+    if row.Xw == X:
+        return for_fprop, x
+    return for_fprop, by_groups_of_tokens(x, method.wgrad_input, _tokens_per_group(row.Xw))
 
 
 def _dgrad_gradient(
@@ -156,32 +157,43 @@ def _wgrad_gradient(
 ) -> Tensor:
     """Return U(G), in the memory order ``order`` if the method uses the default MVUE.
 
-    No group of four tokens spans two samples; each group has one counter.
+    No group of tokens spans two samples; each group has one counter.
     """
     if layer_operands is None or layer_operands.method.phase.row.U == G:
         return grad
     method = layer_operands.method
+    m = _tokens_per_group(method.phase.row.U)
+    # `capacity` counts the tokens of samples that are padded to multiples of four; padded to eight,
+    # they have more groups than an eighth of it.
+    per = m if 4 % m == 0 else 1
     is_mvue = type(method).wgrad_gradient is Method.wgrad_gradient
 
     def sample(rows: Tensor) -> Tensor:
-        key = layer_operands.state.key_at(reading, WGRAD, -(-rows.shape[0] // 4), per=4, call=call)
+        groups = -(-rows.shape[0] // m)
+        key = layer_operands.state.key_at(reading, WGRAD, groups, per=per, call=call)
         if is_mvue:
             return method.wgrad_gradient(rows, key, order)
         return method.wgrad_gradient(rows, key)
 
-    return geometry.from_tokens(by_groups_of_tokens(geometry.tokens(grad), sample), grad.shape)
+    sampled = by_groups_of_tokens(geometry.tokens(grad), sample, m)
+    return geometry.from_tokens(sampled, grad.shape)
 
 
-def by_groups_of_tokens(tokens: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply ``function`` to (…, tokens of a sample, features) as rows, in groups of four tokens.
+def _tokens_per_group(operand: Operand) -> int:
+    """Return M of an operand that is N:M along tokens; 4 if the method declares no such pattern."""
+    return operand.pattern[1] if operand.pattern and operand.axis == "tokens" else 4
 
-    A sample whose length is no multiple of four is padded with zero tokens (197 to 200), so groups
-    do not depend on how the batch is cut. A 2-D input is one sample.
+
+def by_groups_of_tokens(tokens: Tensor, function: Callable[[Tensor], Tensor], m: int) -> Tensor:
+    """Apply ``function`` to (…, tokens of a sample, features) as rows, in groups of M tokens.
+
+    A sample whose length is no multiple of M is padded with zero tokens (197 to 200 for M = 4), so
+    groups do not depend on how the batch is cut. A 2-D input is one sample.
     """
     length, features = tokens.shape[-2:] if tokens.dim() > 1 else (1, tokens.shape[-1])
-    if not length % 4:
+    if not length % m:
         return function(tokens.reshape(-1, features)).view(tokens.shape)
-    filled = F.pad(tokens.view(*tokens.shape[:-2], length, features), (0, 0, 0, -length % 4))
+    filled = F.pad(tokens.view(*tokens.shape[:-2], length, features), (0, 0, 0, -length % m))
     result = function(filled.reshape(-1, features)).view(filled.shape)
     return result[..., :length, :].reshape(tokens.shape)
 

@@ -15,7 +15,7 @@ from sparsepretrain.registry import register
 from sparsepretrain.sparsity import Method, MethodOptions, Projection, Row
 from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.method import FineTuning
-from sparsepretrain.sparsity.operand_table import DGRAD, MVUE
+from sparsepretrain.sparsity.operand_table import DGRAD
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,9 +32,10 @@ class SSTEOptions(MethodOptions):
     beta_update: Literal["init", "step"] = "init"
     """Frozen after weight initialization, or recomputed every step; S-STE Figure 4."""
     mvue: Literal["gradient", "none", "weight"] = "gradient"
-    """Unbiased 2:4 sampling: of the output gradient for wgrad, of the weight for dgrad, or none."""
+    """Unbiased N:M sampling: of the output gradient for wgrad, of the weight for dgrad (2:4 only),
+    or none."""
     estimator: Literal["approximate", "exact"] = "approximate"
-    """The published sampler, or the one of least variance."""
+    """The published sampler of 2:4, or that of least variance; other patterns have the latter."""
     ste_scale: Literal["identity", "beta"] = "identity"
     """Factor of dW: 1 (authors' code) or β, the derivative of β·S."""
 
@@ -79,7 +80,7 @@ class SSTE(Method):
     def sparse_row(self) -> Row:
         row = Row(A=self.nm("β·S(W)"))
         if self.options.mvue == "gradient":
-            return row._replace(U=MVUE)
+            return row._replace(U=self.nm("MVUE(G)", "tokens"))
         if self.options.mvue == "weight":
             return row._replace(B=self.nm("MVUE(β·S(W))", "out"))
         return row

@@ -15,7 +15,6 @@ from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.method import FineTuning
 from sparsepretrain.sparsity.methods.asp import StoredMask
 from sparsepretrain.sparsity.methods.srste import MaskedDecay, RampedDecayOptions
-from sparsepretrain.sparsity.operand_table import MVUE
 
 
 def transposable(weight: Tensor, n: int, m: int, dim: int) -> Tensor:
@@ -40,9 +39,9 @@ class TSRSTEOptions(RampedDecayOptions):
     refresh: Annotated[int, "≥ 1"] = 40
     """Optimizer steps between two mask searches (GPT-2, BERT)."""
     mvue: Literal["gradient", "none"] = "gradient"
-    """Unbiased 2:4 sampling of the output gradient for wgrad, or none."""
+    """Unbiased N:M sampling of the output gradient for wgrad, or none."""
     estimator: Literal["approximate", "exact"] = "approximate"
-    """The published sampler, or the one of least variance."""
+    """The published sampler of 2:4, or that of least variance; other patterns have the latter."""
     dense_tail: Annotated[float, "[0, 1)"] = 0.16666667
     """Last part of the run that trains dense, as a fraction (250,000 of 300,000 steps sparse)."""
 
@@ -80,7 +79,9 @@ class TSRSTE(MaskedDecay, StoredMask):
     def sparse_row(self) -> Row:
         """One operand for fprop and dgrad: the mask is N:M along both axes."""
         row = Row(self.nm("Mt∘W"), self.nm("A", "out"), J=self.decayed("Mt"))
-        return row._replace(U=MVUE) if self.options.mvue == "gradient" else row
+        if self.options.mvue == "none":
+            return row
+        return row._replace(U=self.nm("MVUE(G)", "tokens"))
 
     @property
     def multiples(self) -> tuple[int, int]:

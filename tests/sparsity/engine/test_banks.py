@@ -273,9 +273,10 @@ def test_all_ways_to_multiply_are_equal(name, transposed):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("transposed", [False, True], ids=["out_in", "in_out"])
-def test_the_estimate_of_an_expert_is_drawn_from_its_own_tokens(way, transposed):
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 8), (1, 4)])
+def test_the_estimate_of_an_expert_is_drawn_from_its_own_tokens(way, transposed, n, m):
     model = pair(way, transposed, torch.float32)[0]
-    sparsifier = sparsify(model, "sste", targets="*down*", seed=5)
+    sparsifier = sparsify(model, "sste", targets="*down*", n=n, m=m, seed=5)
     seen = {}
     model.experts.down_proj.register_hook(lambda g: seen.update(dw=g.clone()))
     x, chosen = batch(0, torch.float32)
@@ -291,10 +292,10 @@ def test_the_estimate_of_an_expert_is_drawn_from_its_own_tokens(way, transposed)
         tokens = torch.where(chosen == expert)[0]
         hidden = (x[tokens] @ up[expert] if transposed else F.linear(x[tokens], up[expert])).relu()
         g = upstream[tokens]
-        groups = -(-len(tokens) // 4)
+        groups = -(-len(tokens) // m)
         key = state.key_at((0, 0), WGRAD, groups, per=4, call=expert)
-        rows = F.pad(g, (0, 0, 0, -len(tokens) % 4))
-        estimate = kernels.mvue(rows, dim=0, key=key)[: len(tokens)]
+        rows = F.pad(g, (0, 0, 0, -len(tokens) % m))
+        estimate = kernels.mvue(rows, n, m, dim=0, key=key)[: len(tokens)]
         expected = hidden.t() @ estimate if transposed else estimate.t() @ hidden
         torch.testing.assert_close(seen["dw"][expert], expected, rtol=1e-4, atol=1e-5)
 

@@ -112,6 +112,42 @@ def test_double_pruning(n, m, rule):
     torch.testing.assert_close(layer.weight.detach()[~first], unused * (1 - 1e-2 * 1e-2) ** 4)
 
 
+@pytest.mark.parametrize(("n", "m"), [(4, 8), (1, 4), (2, 8)])
+def test_all_three_matmuls_of_tsrste_are_n_of_m(n, m, monkeypatch):
+    drawn = []
+    sample = kernels.mvue
+
+    def seen(grad, **options):
+        drawn.append(((options["n"], options["m"]), sample(grad, **options)))
+        return drawn[-1][1]
+
+    monkeypatch.setitem(vars(kernels), "mvue", seen)
+    options = {"n": n, "m": m, "refresh": 2, "dense_tail": 0.0}
+    model, optimizer, sparsifier = build("tsrste", options, dtype=torch.float32)
+    losses = []
+    for step in range(6):
+        x = torch.randn(3, 22, 16, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().mean()
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    for layer in sparsifier.coverage().layers:
+        found = layer.fprop, layer.dgrad, layer.wgrad
+        assert found == (f"Mt∘W {n}:{m}", f"Mt∘W {n}:{m}", f"MVUE(G) {n}:{m}")
+    assert sparsifier.coverage().row.sparse == ["fprop", "dgrad", "wgrad"]
+    assert sparsifier.prove().holds and losses[-1] < losses[0]
+    for layer in sparsifier.layers.values():
+        used = layer.operands.project(layer.weight).forward
+        for axis in (0, 1):  # dgrad sums over the first, fprop over the second
+            counts = kernels.nonzeros_per_group(used, m, dim=axis)
+            assert (counts == n).all()
+    assert len(drawn) == 12
+    for pattern, estimate in drawn:
+        assert pattern == (n, m) and len(estimate) == 3 * -(-22 // m) * m, "each sample is padded"
+        assert (kernels.nonzeros_per_group(estimate, m, dim=0) <= n).all()
+
+
 def test_double_pruning_takes_the_weights_of_its_first_step():
     model, optimizer, sparsifier = build("slope", {"window": {"start": 0.1}})
     train(model, optimizer, 0, 4)
