@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from sparsepretrain import cli, config
@@ -16,6 +17,7 @@ from sparsepretrain.console import Console
 from sparsepretrain.data.encoding import ByteCodec, train_wordpiece
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.export import convert as converting
+from sparsepretrain.export.audit import audit
 from sparsepretrain.runs import weights
 from sparsepretrain.runs.checkpoint import Checkpoint
 from sparsepretrain.sparsity.methods.sste import SSTE
@@ -100,6 +102,15 @@ def test_exported_families_reload_with_equal_logits(kind, overrides, pattern, tm
     inputs = converting.small_batch(task, found["model"])
     logits = converting.run(found["model"].eval(), inputs)
     torch.testing.assert_close(logits, converting.run(model, inputs))
+
+
+def test_ternary_weights_are_exported_as_three_values(tmp_path):
+    directory, _ = export(write_run(tmp_path, "gpt2", "sparsity=ternary"))
+    assert about(directory)["pattern"] == "2:4" and not audit(directory, require=(2, 4)).fails
+    state = load_file(directory / "model.safetensors")
+    for name in about(directory)["layers"]:
+        low, zero, high = state[f"{name}.weight"].unique().tolist()
+        assert zero == 0 and low == -high < 0
 
 
 def test_the_mean_of_checkpoints_is_exported(tmp_path, capsys):

@@ -57,6 +57,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "ast": [{"decay": 0.02, "refresh": 5}, {"decay": 0.02, "slorb": 8}],
     "cast": [{"decay": 0.02}],
+    "ternary": [{}, {"experts": 2}],
 }
 """Options that 50 losses tell apart from the others; AdamW hides ``ste_scale``, a factor of dW.
 

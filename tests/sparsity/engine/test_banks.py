@@ -41,6 +41,7 @@ METHODS = {
     "sdgf": {},
     "ast": {"decay": 0.02, "refresh": 2},
     "cast": {"decay": 0.02, "refresh": 2},
+    "ternary": {},
     "act24": {},
     "dense": {},
 }

@@ -11,9 +11,9 @@ FP64 = 1e-12
 
 METHODS = [{"name": name} for name in VARIANTS]
 KINDS = {
-    "conv1d": "sste tsrste bimask slope step ast cast",
+    "conv1d": "sste tsrste bimask slope step ast cast ternary",
     "conv2d": "sste srste tsrste bimask asp ast",
-    "bank": "ste srste sste tsrste step asp ast cast",
+    "bank": "ste srste sste tsrste step asp ast cast ternary",
     "bank_in_out": "srste sste tsrste step asp",
 }
 STORAGES = [

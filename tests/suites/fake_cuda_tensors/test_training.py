@@ -60,6 +60,7 @@ SPARSE = {
     "sdgp": (),
     "sste": (),
     "step": ("sparsity.clipping=[0.0,0.0]",),
+    "ternary": (),
     "tsrste": ("sparsity.dense_tail=0",),
 }
 """Methods with a 2:4 operand -> with what the first steps have it."""

@@ -19,7 +19,8 @@ BAND = 0.04
 LOSSES = {
     "act24": 0.6989, "asp": 0.7129, "ast": 1.0176, "bimask": 0.7369, "cast": 0.7797,
     "dense": 0.7013, "mdgf": 0.7067, "sdgf": 0.7052, "sdgp": 0.7158, "slope": 0.7934,
-    "srste": 0.7354, "sste": 0.7669, "ste": 0.7342, "step": 0.7076, "tsrste": 0.8350,
+    "srste": 0.7354, "sste": 0.7669, "ste": 0.7342, "step": 0.7076, "ternary": 0.8785,
+    "tsrste": 0.8350,
 }  # fmt: skip
 """Training loss, mean of the last fifty of 300 steps. If one changes, say why.
 
