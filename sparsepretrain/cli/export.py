@@ -14,7 +14,8 @@ DESCRIPTION = """\
 Write the evaluated weights of a run as safetensors for transformers or timm, with configuration,
 tokenizer and model card. The files are reloaded before they get their names: sparse layers must be
 N:M with +0.0, and logits must equal those of the evaluation. average=5 writes the mean of the last
-five checkpoints, as `eval RUN average=5` evaluates it.
+five checkpoints, as `eval RUN average=5` evaluates it. --onnx also writes model.onnx: its weights
+must be N:M too, and ONNX Runtime on the CPU must compute the same (extra: onnx).
 """
 
 
@@ -41,6 +42,7 @@ class Export(Verb):
             help="average=N: the mean of the last N checkpoints",
         )
         parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/export/hf")
+        parser.add_argument("--onnx", action="store_true", help="also write model.onnx")
 
     def run(self, args: argparse.Namespace) -> int:
         settings = read_settings(Settings, args.settings)
@@ -50,5 +52,7 @@ class Export(Verb):
         console.loading(args.run)
         from sparsepretrain.export import export_run
 
-        export_run(args.run, average=settings.average, out=args.out, console=console)
+        export_run(
+            args.run, average=settings.average, out=args.out, onnx=args.onnx, console=console
+        )
         return 0

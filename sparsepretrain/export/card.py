@@ -69,7 +69,11 @@ def _weights(converted: Converted, about: dict[str, Any]) -> list[str]:
         f"bit-identical, and logits of a random batch are {equal} (tolerance: {TOLERANCE:g} of the "
         "largest logit)."
     )
-    return [text, "", checked]
+    lines = [text, "", checked]
+    if onnx := about.get("onnx"):
+        same = f"ONNX Runtime on the CPU computes the same to {onnx['largest_difference']:.1e}"
+        lines += ["", f"`model.onnx` has the same weights; {same}."]
+    return lines
 
 
 def _use(converted: Converted, auto: str) -> list[str]:

@@ -1,17 +1,22 @@
-"""Saving a sparse model of transformers, or of a class like it, for other libraries."""
+"""Saving a sparse model for other libraries: as a class of transformers does it, or as ONNX."""
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.export import onnx_file
+from sparsepretrain.export.onnx_file import Initializer
 from sparsepretrain.export.semi_structured import ABOUT
-from sparsepretrain.sparsity import sparsifier_of
+from sparsepretrain.sparsity import densify, sparsifier_of
 from sparsepretrain.sparsity.engine.weights import SparseWeight
+from sparsepretrain.sparsity.sparsifier import residual_weight
 
 COMPILED = "_orig_mod."
 """Part of the names in a model, or of blocks, that torch.compile wrapped."""
@@ -52,14 +57,59 @@ def save_pretrained(model: nn.Module, directory: str | Path, **options: Any) -> 
         name.replace(COMPILED, ""): tensor for name, tensor in sparsifier.dense_tensors_of(model)
     }
     save(directory, state_dict=state, **options)
-    sparse = [(path, m) for path, m in model.named_modules() if isinstance(m, SparseWeight)]
-    names = [module.weight_key(path).removesuffix(".weight") for path, module in sparse]
     about = {
         "method": sparsifier.method.options.name,
         "pattern": proof.pattern if proof.holds else None,
         "weights": str(proof),
-        "layers": [name.replace(COMPILED, "") for name in names],
+        "layers": [name.replace(COMPILED, "") for name in _layers(model)],
         "step": sparsifier.completed_steps,
     }
     if options.get("is_main_process", True):
         (Path(directory) / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+
+def _layers(model: nn.Module) -> list[str]:
+    """Return the sparse layers and banks under the names of this model."""
+    sparse = [(path, m) for path, m in model.named_modules() if isinstance(m, SparseWeight)]
+    return [module.weight_key(path).removesuffix(".weight") for path, module in sparse]
+
+
+def save_onnx(
+    model: nn.Module,
+    path: str | Path,
+    inputs: Mapping[str, Tensor],
+    dynamic_shapes: Mapping[str, Mapping[int, str]] | None = None,
+) -> dict[str, Initializer]:
+    """Write a sparse model as ONNX with the weights of evaluation: exact zeros, scales folded in.
+
+    The zeros are proven in the file, and outputs for ``inputs`` are compared in ONNX Runtime on the
+    CPU. A dense copy in fp32 is written; the model does not change and can be trained on.
+
+    Args:
+        model: was given to :func:`sparsepretrain.sparsify`.
+        path: file to write. Weights of more than 2 GB are in a second file, ``PATH.data``.
+        inputs: arguments of ``model.forward`` by name; floating-point ones become fp32.
+        dynamic_shapes: input -> axis -> name of a size that may change, such as
+            ``{"x": {0: "batch"}}``; all other sizes are those of ``inputs``.
+
+    Returns:
+        sparse layer -> its initializer in the file; empty if the weights are dense.
+
+    Raises:
+        ConfigError: the model is not sparse or cannot be exported, or a package of the extra
+            ``onnx`` is missing.
+        CheckpointError: a weight in the file is not N:M, or the file computes something else.
+    """
+    onnx_file.require_packages()
+    sparsifier = sparsifier_of(model)
+    is_merged = any(residual_weight(layer) is not None for layer in sparsifier.layers.values())
+    layers = _layers(model) if sparsifier.prove().holds and not is_merged else []
+    dense = densify(copy.deepcopy(model)).cpu().float().eval()
+    inputs = {k: v.float() if v.is_floating_point() else v for k, v in inputs.items()}
+    inputs = {name: value.cpu() for name, value in inputs.items()}
+    shapes = {name: (dynamic_shapes or {}).get(name, {}) for name in inputs}
+    file = Path(path)
+    found = onnx_file.write(dense, file, inputs, shapes, layers)
+    onnx_file.prove(file, found, sparsifier.method.pattern)
+    onnx_file.compare(file, dense, [inputs])
+    return found

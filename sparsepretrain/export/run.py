@@ -8,10 +8,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sparsepretrain.config import freeze
 from sparsepretrain.console import Console
 from sparsepretrain.errors import ConfigError, cannot_write
-from sparsepretrain.export import card, convert, semi_structured
+from sparsepretrain.export import card, convert, onnx_file, semi_structured
 from sparsepretrain.runs import weights
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.weights import WeightSource
@@ -22,6 +24,7 @@ def export_run(
     *,
     average: int = 1,
     out: Path | None = None,
+    onnx: bool = False,
     console: Console | None = None,
 ) -> Path:
     """Write a run's evaluated model as files for transformers or timm.
@@ -36,6 +39,7 @@ def export_run(
         average: number of last checkpoints whose weights are averaged, see
             :meth:`WeightSource.model_state`.
         out: output directory; None: ``export/hf`` of the run. An earlier export is replaced.
+        onnx: also write ``model.onnx``, proven N:M and compared in ONNX Runtime.
         console: prints a summary; by default to stdout.
 
     Returns:
@@ -45,6 +49,8 @@ def export_run(
         CheckpointError, ConfigError, DataError: with a one-line message.
     """
     console = console or Console()
+    if onnx:
+        onnx_file.require_packages()
     source = weights.find(path, console.warn, average=average)
     if source.config is None:
         raise ConfigError(f"{path} is a Hugging Face checkpoint already: give a run")
@@ -56,6 +62,8 @@ def export_run(
         stage.mkdir(parents=True)
         difference = convert.write(converted, stage)
         about = _about(converted, difference)
+        if onnx:
+            about["onnx"] = _write_onnx(converted, stage)
         (stage / semi_structured.ABOUT).write_text(json.dumps(about, indent=1) + "\n")
         (stage / RunDirectory.config_file.name).write_text(freeze.to_yaml(source.config or {}))
         card.write(converted, about, stage)
@@ -75,6 +83,9 @@ def export_run(
     rows = [("checkpoint", f"{source.path}, {of}"), ("weights", about["weights"])]
     equal = "equal to the bit" if not difference else f"largest difference {difference:.1e}"
     rows += [("loads as", type(converted.model).__name__), ("logits", f"evaluation's, {equal}")]
+    if onnx:
+        largest = about["onnx"]["largest_difference"]
+        rows += [(onnx_file.FILE, f"ONNX Runtime computes the same to {largest:.1e}")]
     console.table("export", [*rows, ("written to", str(directory))])
     return directory
 
@@ -106,4 +117,40 @@ def _about(converted: convert.Converted, difference: float) -> dict[str, Any]:
         "config_hash": freeze.identity(source.config or {}),
         "step": source.step,
         "averaged_steps": source.averaged_steps,
+    }
+
+
+def _write_onnx(converted: convert.Converted, directory: Path) -> dict[str, Any]:
+    """Write and check the file of a run's model; return its entry in ``sparsity.json``.
+
+    Sizes of batches and sequences may change; a second batch of other sizes is compared too. Models
+    of transformers get an attention mask, and segments if they have embeddings of them.
+    """
+    model: Any = converted.model
+    inputs = dict(converted.inputs)
+    if not converted.is_timm:
+        inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
+        if getattr(model.config, "type_vocab_size", 0) > 1:
+            inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+    shapes = {}
+    other = {}
+    for name, value in inputs.items():
+        shapes[name] = {0: "batch"}
+        other[name] = value[-1:].expand(3, *value.shape[1:]).clone()
+        if not value.is_floating_point():
+            of_decoder = name.startswith("decoder")
+            shapes[name][1] = "decoder_sequence" if of_decoder else "sequence"
+            other[name] = other[name][:, : 5 if of_decoder else 6].contiguous()
+    if "attention_mask" in other:
+        other["attention_mask"][0, 5:] = 0
+    if "token_type_ids" in other:
+        other["token_type_ids"][1, 3:] = 1
+    path = directory / onnx_file.FILE
+    pattern = converted.pattern
+    found = onnx_file.write(model, path, inputs, shapes, converted.layers if pattern else ())
+    if pattern:
+        onnx_file.prove(path, found, pattern)
+    return {
+        "largest_difference": onnx_file.compare(path, model, [inputs, other]),
+        "initializers": {layer: each._asdict() for layer, each in found.items()},
     }

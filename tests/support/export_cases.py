@@ -19,6 +19,10 @@ SMALL = {
     "gpt2": ("model=gpt2_nano", "model.n_embd=64", "model.n_layer=2", "model.n_head=2"),
     "bert": ("model=bert_nano", "model.n_embd=32", "model.n_layer=2", "model.n_head=2"),
     "geglu": ("model=bert_geglu", "model.n_embd=32", "model.n_layer=1", "model.n_head=2"),
+    "llama": (
+        "model=llama_nano", "model.n_embd=32", "model.n_layer=2", "model.n_head=2",
+        "model.n_inner=64",
+    ),
     "moe": (
         "model=moe_nano", "model.n_embd=32", "model.n_layer=2", "model.n_head=2",
         "model.n_inner=32",
