@@ -154,7 +154,7 @@ def cover(layers: dict[str, SparseWeight], state: ModelState) -> Coverage:
         title=title(method),
         layers=rows,
         sparse_parameters=sum(layer.weight.numel() for layer in layers.values()),
-        total_parameters=sum(p.numel() for p in state.root.parameters()),
+        total_parameters=state.count_parameters(),
         dense_linears=[*census.linears],
         other_weights={name: tuple(weight.shape) for name, weight in census.others.items()},
         embeddings={name: tuple(weight.shape) for name, weight in census.embeddings.items()},

@@ -99,6 +99,13 @@ class Method:
     optimizer_class: ClassVar[type[Optimizer] | None] = None
     """Class of the optimizer that trains sparse weights, which :meth:`guide_optimizer` is given;
     None: any."""
+    trains: ClassVar[Literal["model", "method"]] = "model"
+    """Parameters that are trained. method: those of the method; ``sparsify`` freezes the others."""
+    draws_masks: ClassVar[bool] = False
+    """True if A of training is another one than that of evaluation: :meth:`project_in_training`."""
+    follows_policy: ClassVar[bool] = False
+    """True if the Parameters of the method learn from losses, without a backward:
+    :meth:`policy_gradient`, :meth:`Sparsifier.policy_step`."""
     prunes_at_end: ClassVar[bool] = False
     """True if the weights get their pattern with the last step of the run; until then all matmuls
     are dense."""
@@ -116,6 +123,8 @@ class Method:
     """Phase of the next step (:meth:`set_step`)."""
     without_residual: bool = False
     """True while the N:M weights are measured alone."""
+    uses_first_mask: bool = False
+    """True while :meth:`project_in_training` applies ``state.mask``, with which training began."""
 
     def __init__(self, options: MethodOptions, total_steps: int | None = None) -> None:
         self.options = options
@@ -168,6 +177,16 @@ class Method:
     def keeps_zeros(self) -> bool:
         """True if zeros of the initial weights stay zeros: the first mask is the last one."""
         return self.fixed_from == 0 and self.reads_initial_weights
+
+    @property
+    def takes_masks(self) -> bool:
+        """True if masks can be given (:meth:`Sparsifier.keep_masks`), to keep or to begin from."""
+        return self.keeps_zeros
+
+    @property
+    def own_entries(self) -> float:
+        """Entries of the Parameters of the method, per entry of a weight."""
+        return 0.0
 
     @property
     def refresh(self) -> int:
@@ -252,6 +271,26 @@ class Method:
         in the layer (`update_`).
         """
         return Projection(None, None)
+
+    def project_in_training(self, weight: Tensor, state: LayerState) -> Projection:
+        """Return A(W) of a training forward, as :meth:`project`; called if :attr:`draws_masks`."""
+        return self.project(weight, state)
+
+    def begin_from_mask_(self, state: LayerState) -> None:
+        """Follow ``state.mask``, which was given after :meth:`initial_state`."""
+
+    def policy_gradient(self, logits: Tensor, state: LayerState, difference: Tensor) -> Tensor:
+        """Return the gradient of ``state.logits`` from the loss of the mask that was drawn.
+
+        Called once per step, before it, if :attr:`follows_policy`.
+
+        Args:
+            logits: ``state.logits``, whole; shape of the weight.
+            state: of the layer.
+            difference: loss with the drawn masks minus loss with the first ones, of the global
+                batch; 0-d, fp64.
+        """
+        raise NotImplementedError
 
     def fprop_input(self, x: Tensor) -> Tensor:
         """Return Xf(X), the input of fprop in training; (…, in_features). Called if Xf is not X."""

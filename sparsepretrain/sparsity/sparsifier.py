@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -326,13 +327,14 @@ class Sparsifier:
         for name, layer in self.layers.items():
             mask = masks[name].to(layer.weight.device).bool().contiguous()
             layer.sparsity.mask.copy_(pack_rows(layer.operands.rows.local(mask)))
+            self.method.begin_from_mask_(layer.sparsity)
             layer.operands.note_source(layer.weight)
         self._state.baseline_due = True
         self.refresh()
 
     def require_fixed_masks(self) -> None:
         """Raise ConfigError unless the method keeps its first masks for good."""
-        if not self.method.keeps_zeros:
+        if not self.method.takes_masks:
             raise ConfigError(
                 f"{self.method.options.name} has no mask that is fixed from the start: use asp "
                 "with at=0, or slope with mask=magnitude, and no window.start"
@@ -424,6 +426,74 @@ class Sparsifier:
             capacity: largest number of padded tokens of a micro-batch; 0: all have the same number.
         """
         self._state.micro_batches.set_index(index * world + rank, capacity)
+
+    def policy_step(self, loss_of_batch: Callable[[], Tensor]) -> Tensor:
+        """Compute the gradients of a method that learns from losses: ``maskpro``.
+
+            for batch in batches:
+                loss = sparsifier.policy_step(lambda: loss_of(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+
+        The loss is computed twice, without gradients: with the masks that were drawn for this step
+        and with those that training began from. Both see the same numbers of torch's generators.
+        No backward is needed. With torch.distributed the mean over all processes is used.
+
+        Args:
+            loss_of_batch: runs the model in training mode; returns the mean loss of the batch of
+                this process, 0-d. It may loop over micro-batches.
+
+        Returns:
+            The loss with the drawn masks, 0-d, without a graph.
+
+        Raises:
+            ConfigError: the method has gradients from a backward.
+        """
+        if not self.method.follows_policy:
+            raise ConfigError(
+                f"{self.method.options.name} learns from a backward: call loss.backward()"
+            )
+        device = self._state.root.get_buffer(self._state.buffer).device
+        devices = [device] if device.type == "cuda" else []
+        with torch.no_grad():
+            with torch.random.fork_rng(devices):
+                loss = loss_of_batch()
+            with self.first_masks():
+                difference = loss.double() - loss_of_batch().double()
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                torch.distributed.all_reduce(difference)
+                difference /= torch.distributed.get_world_size()
+        self.follow_policy(difference)
+        return loss
+
+    @contextlib.contextmanager
+    def first_masks(self) -> Iterator[None]:
+        """Let training forwards use the masks that training began from, instead of drawn ones."""
+        method = self.method
+        method.uses_first_mask = True
+        try:
+            self.refresh()
+            yield
+        finally:
+            method.uses_first_mask = False
+            self.refresh()
+
+    @torch.no_grad()
+    def follow_policy(self, difference: Tensor, scale: float | Tensor = 1.0) -> None:
+        """Set the gradients of :meth:`policy_step` from two losses; collective if sharded.
+
+        Args:
+            difference: loss with the drawn masks minus loss with the first ones, of the global
+                batch; 0-d, fp64, equal on all ranks.
+            scale: loss scale that the optimizer's step divides gradients by.
+        """
+        method = self.method
+        for layer in self.layers.values():
+            rows = layer.operands.rows
+            logits = layer.sparsity.logits
+            gradient = functools.partial(method.policy_gradient, difference=difference)
+            own = rows.apply(gradient, rows.own_part(logits), layer.sparsity, None) * scale
+            logits.grad = rows.wrap(own.to(logits.dtype))
 
     def hold(self, masks: Mapping[str, Tensor]) -> None:
         """Apply ``masks`` instead of the current ones in training forwards; probes use this.

@@ -54,7 +54,7 @@ def sparsify(
     Every Parameter keeps its object, name and shape, so optimizers built before or after, state
     dicts and ``save_pretrained`` keep working. Build the optimizer afterwards if the method adds
     Parameters (adapters of SLoPe), or after :meth:`Sparsifier.prepare_sharding`. All state is in
-    the model's state dict.
+    the model's state dict. Methods that learn masks freeze all Parameters but their own.
 
     Args:
         model: contains nn.Linear, nn.Conv2d or transformers' Conv1D layers.
@@ -211,6 +211,10 @@ def sparsify_with(
         if layer.weight.requires_grad and state.watched is None:
             state.watched = name, layer
     state.warn_of_remarks()
+    if method.trains == "method":
+        own = {id(p) for operands in state.operands for p in operands.state.parameters()}
+        for parameter in model.parameters():
+            parameter.requires_grad_(id(parameter) in own)
     return Sparsifier(state)
 
 

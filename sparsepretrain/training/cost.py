@@ -99,7 +99,12 @@ def matmul_flops(
         token_count = math.prod(tokens)
         in_features, out_features, _ = layer.sizes
         flops = 2 * micro_batches * token_count * in_features * out_features
-        counted.layers.update(dict.fromkeys(row.operands, flops))
+        if method.follows_policy:  # two forwards
+            flops *= 2
+            row = Row(row.A)
+            counted.layers.update({"fprop": flops})
+        else:
+            counted.layers.update(dict.fromkeys(row.operands, flops))
         size = layer.operands.matmuls.size
         base = layer.operands.matmuls.base
         for operand, why in policy.reasons(row, size, base).items():

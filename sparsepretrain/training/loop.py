@@ -248,12 +248,31 @@ def _step_if_finite(optimizer: Any, step: Step, previous: Step | None) -> None:
 
 def _gradients(session: Session, batches: list[Batch], items: int, sums: Tensor) -> None:
     """Compute scaled gradients of the global batch; write the losses of own micro-batches."""
+    if session.sparsifier.method.follows_policy:
+        _policy_gradients(session, batches, items, sums)
+        return
     for index, loss, *terms in _losses(session, session.step, batches):
         # by the global count: gradients do not depend on how items are divided into micro-batches
         session.scaler.scale(loss / items).backward()
         for row, value in zip(sums, (loss.detach(), *terms), strict=True):
             row[index] = value
     session.gradients.reduce()
+
+
+@torch.no_grad()
+def _policy_gradients(session: Session, batches: list[Batch], items: int, sums: Tensor) -> None:
+    """Compute gradients of a method that learns from losses (:meth:`Sparsifier.policy_step`)."""
+    for index, *values in _losses(session, session.step, batches):
+        for row, value in zip(sums, values, strict=True):
+            row[index] = value
+    # with drawn and with first masks; each from one rank, so the sum over ranks is exact
+    pairs = torch.stack((sums[0], torch.zeros_like(sums[0])))
+    with session.sparsifier.first_masks():
+        for index, loss, *_ in _losses(session, session.step, batches):
+            pairs[1, index] = loss
+    session.world.sum(pairs)
+    difference = (pairs[0] - pairs[1]).sum() / items
+    session.sparsifier.follow_policy(difference, session.scaler.scale(difference.new_ones(())))
 
 
 def seed_draws(seed: int, step: int, micro: int) -> None:

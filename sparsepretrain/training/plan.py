@@ -74,15 +74,18 @@ def dry_run(run: Run, console: Console) -> None:
     sparsifier = sparsify_model(run, task, model, device)
     coverage = sparsifier.coverage()
     console.info(str(coverage))
+    policy = sparsifier.method.follows_policy
+    passes = "two forwards without a backward" if policy else "forward and backward"
     micro_batches = run.batch.size // run.batch.micro
     matmuls = matmul_flops(run, sparsifier, inputs, every)
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = coverage.total_parameters
     each, other = bytes_per_entry(run, sparsifier.method)
     averages = 0 if run.ema is None else 4 * parameters
     entries = coverage.sparse_parameters, parameters - coverage.sparse_parameters
     sparse = entries[0] * sum(each)
     others = entries[1] * sum(other) + averages
-    dense = sum(entries) * sum(other) + averages + saved
+    trained = BytesPerEntry(4, 4, moments(run, sparsifier.method)[1], other.operands)
+    dense = sum(entries) * sum(trained) + averages + saved
     kept = (each.weight + each.moments + each.masks, other.weight + other.moments)
     stored = averages + sum(n * own for n, own in zip(entries, kept, strict=True))
     shards = shard_memory(run, model, sparsifier, others + sparse - entries[1] * other.operands)
@@ -102,7 +105,7 @@ def dry_run(run: Run, console: Console) -> None:
         ),
         (
             f"FLOPs per {task.unit[:-1]}",
-            f"{count(flops / items)}, forward and backward, counted dense",
+            f"{count(flops / items)}, {passes}, counted dense",
         ),
         *matmuls.rows(),
         (
@@ -327,7 +330,8 @@ class BytesPerEntry(NamedTuple):
 def bytes_per_entry(run: Run, method: Method) -> tuple[BytesPerEntry, BytesPerEntry]:
     """Return bytes per entry of a sparse and of a dense weight, by formula.
 
-    Both have 4 bytes of weight, 4 of gradient and the moments. A(W) is stored where it is not W
+    Both have 4 bytes of weight, 4 of gradient and the moments; where weights are frozen, the logits
+    of a mask have them. A(W) is stored where it is not W
     itself, B(W) where it is not A(W), each in the dtype of the matmuls. Masks that some methods
     keep in addition (1/8 byte each) are left out: less than 1 % of the sum. With Muon
     dense weights count as those of AdamW, also in blocks.
@@ -338,6 +342,10 @@ def bytes_per_entry(run: Run, method: Method) -> tuple[BytesPerEntry, BytesPerEn
     in_block, elsewhere = moments(run, method)
     stored = (method.sparse_row.A != W or fp8) + method.sparse_row.has_two_weights()
     operands = stored * (1 if fp8 else width) if stored else cast
+    if method.trains == "method":
+        own = method.own_entries
+        sparse = BytesPerEntry(4 + 4 * own, 4 * own, in_block * own, operands, 1 / 8)
+        return sparse, BytesPerEntry(4, 0, 0, cast)
     sparse = BytesPerEntry(4, 4, in_block, operands, 1 / 8)
     return sparse, BytesPerEntry(4, 4, elsewhere, cast)
 

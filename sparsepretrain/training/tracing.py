@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
+from sparsepretrain import registry
 from sparsepretrain.config.schema import Run
+from sparsepretrain.sparsity.method import Method
 from sparsepretrain.tasks import Task
 from sparsepretrain.training.compilation import blocks
 from sparsepretrain.training.precision import compute_dtype
@@ -101,6 +104,8 @@ def step_cost(run: Run, task: Task, model: nn.Module) -> StepCost:
     alive: list[Tensor] = []  # keeps storages, and so their identities, distinct
     counter = FlopCounterMode(display=False)
     hooks = saved_tensors_hooks(pack, lambda saved: saved)
+    method: type[Method] = registry.get("method", run.sparsity.name)
+    policy = method.follows_policy  # two forwards, no backward
     if run.activation_checkpointing:
         recompute_blocks(model)
         for block in parts:
@@ -111,12 +116,14 @@ def step_cost(run: Run, task: Task, model: nn.Module) -> StepCost:
         fakes = [mode.from_tensor(parameter) for parameter in model.parameters()]
         for tensor in (*model.parameters(), *fakes):
             parameters.add(tensor.untyped_storage()._cdata)
-        loss, items = task.loss(model, task.example(1, next(model.parameters()).device))
-        loss.backward()
+        with torch.set_grad_enabled(not policy):
+            loss, items = task.loss(model, task.example(1, next(model.parameters()).device))
+        if not policy:
+            loss.backward()
     model.zero_grad(set_to_none=True)
     scale = run.batch.micro * compute_dtype(run.precision).itemsize / 4
     return StepCost(
-        flops=float(counter.get_total_flops()) * run.batch.size,
+        flops=float(counter.get_total_flops()) * run.batch.size * (2 if policy else 1),
         saved=sum(sizes.values()) * scale,
         largest=max(sizes.values(), default=0) * scale,
         items=items * run.batch.size,

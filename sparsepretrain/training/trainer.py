@@ -306,10 +306,9 @@ def _save_masks(masks: dict[str, Tensor], file: Path, directory: RunDirectory) -
 
 
 def _announce(session: Session, directory: RunDirectory, console: Console) -> None:
-    parameters = sum(p.numel() for p in session.model.parameters())
     coverage = session.sparsifier.coverage()
     console.info(
-        f"{directory}: {parameters / 1e6:.2f}M parameters, {coverage.title} on "
+        f"{directory}: {coverage.total_parameters / 1e6:.2f}M parameters, {coverage.title} on "
         f"{len(coverage.layers)} layers, {session.device}, {describe(session.run.precision)}, "
         f"steps {session.step} to {session.end}"
     )

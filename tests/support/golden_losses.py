@@ -6,9 +6,11 @@ change of a line is a change of what a method computes, and is explained where i
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -58,6 +60,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "ast": [{"decay": 0.02, "refresh": 5}, {"decay": 0.02, "slorb": 8}],
     "cast": [{"decay": 0.02}],
     "ternary": [{}, {"experts": 2}],
+    "maskpro": [{"logit": 1.0}, {"logit": 1.0, "n": 3, "m": 8}],
 }
 """Options that 50 losses tell apart from the others; AdamW hides ``ste_scale``, a factor of dW.
 
@@ -131,17 +134,27 @@ def losses(method: str, options: dict[str, Any], *, nudge: float = 0.0) -> list[
         result = []
         for _ in range(STEPS):
             total = 0.0
-            for _ in range(2):
-                x = draw(4, 8, 16)
-                loss = (model(x) - teacher(x)).square().mean() / 2
-                loss.backward()
-                total += float(loss.detach())
+            batches = [draw(4, 8, 16) for _ in range(2)]
+            own = functools.partial(_losses, model, teacher, batches)
+            if sparsifier.method.follows_policy:
+                total = float(sparsifier.policy_step(lambda own=own: sum(own())))
+            else:
+                for loss in own():
+                    loss.backward()
+                    total += float(loss.detach())
             optimizer.step()
             optimizer.zero_grad()
             result.append(total)
         return result
     finally:
         torch.set_num_threads(threads)
+
+
+def _losses(
+    model: nn.Module, teacher: nn.Module, batches: list[torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    for x in batches:
+        yield (model(x) - teacher(x)).square().mean() / len(batches)
 
 
 def _optimizer(method: str, model: nn.Module) -> torch.optim.Optimizer:

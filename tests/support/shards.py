@@ -1,5 +1,6 @@
 """What every process of test_sharded_loops.py runs: the library in a plain training loop."""
 
+import functools
 import json
 import os
 import sys
@@ -156,6 +157,23 @@ def shared_directory() -> Iterator[str]:
             dist.barrier()
 
 
+def own_losses(
+    model: nn.Module,
+    sparsifier: sp.Sparsifier,
+    parts: list[tuple[torch.Tensor, torch.Tensor]],
+    rank: int,
+    world: int,
+    counted: bool,
+) -> Iterator[torch.Tensor]:
+    """The share of each micro-batch of this process in the mean loss of the batch."""
+    entries = sum(x.numel() for x, _ in parts)
+    for index in range(len(parts) // world):
+        if not counted:
+            sparsifier.micro_batch(index, rank, world)
+        x, wanted = parts[index * world + rank]
+        yield (model(x) - wanted).square().sum() / entries
+
+
 def train(
     name: str,
     kind: str = "linear",
@@ -226,14 +244,15 @@ def train(
         torch.manual_seed(100 + step)
         x = torch.randn(micro_batches * SAMPLES, *shape, dtype=torch.float64)
         parts = list(zip(x.split(SAMPLES), x.roll(1, -1).split(SAMPLES), strict=True))
-        total = torch.zeros((), dtype=torch.float64)
-        for index in range(micro_batches // world):
-            if not counted:
-                sparsifier.micro_batch(index, rank, world)
-            given_x, wanted = parts[index * world + rank]
-            loss = (model(given_x) - wanted).square().sum() / x.numel()
-            (loss if sums else loss * world).backward()
-            total += loss.detach()
+        own = functools.partial(own_losses, model, sparsifier, parts, rank, world, counted)
+        if sparsifier.method.follows_policy:
+            # the mean over the processes counts, as that of gradients
+            total = sparsifier.policy_step(lambda own=own: sum(own()) * world) / world
+        else:
+            total = torch.zeros((), dtype=torch.float64)
+            for loss in own():
+                (loss if sums else loss * world).backward()
+                total += loss.detach()
         if shards:
             dist.all_reduce(total)
         trained = [p for p in model.parameters() if p.grad is not None]

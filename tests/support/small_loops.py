@@ -7,7 +7,9 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
+import sparsepretrain as sp
 from sparsepretrain.errors import SparsePretrainWarning
+from sparsepretrain.sparsity.engine.weights import SparseWeight
 
 
 def attached(sparsifier, optimizer):
@@ -19,6 +21,10 @@ def accumulate(model, step, *, micro=8, **shape):
     """Add the gradients of one step in micro-batches; the data depend on the step only."""
     inner = getattr(model, "module", model)
     x, gy = getattr(inner, "block", inner).example(step, **shape)
+    sparse = next((m for m in model.modules() if isinstance(m, SparseWeight)), None)
+    if sparse is not None and sparse.sparse_model.method.follows_policy:
+        sp.sparsifier_of(model).policy_step(lambda: (model(x) * gy).sum())
+        return
     for i in range(0, len(x), micro):
         (model(x[i : i + micro]) * gy[i : i + micro]).sum().backward()
 

@@ -122,6 +122,13 @@ class ModelState:
         """True if the method trains Parameters of its own."""
         return bool(self.operands) and bool(self.operands[0].state._parameters)
 
+    def count_parameters(self) -> int:
+        """Return the entries of the Parameters, without logits of masks, which no export has."""
+        learned: set[int] = set()
+        if self.method.trains == "method":
+            learned = {id(p) for operands in self.operands for p in operands.state.parameters()}
+        return sum(p.numel() for p in self.root.parameters() if id(p) not in learned)
+
     @property
     def is_copy(self) -> bool:
         """True if the model, or a part of it, was copied from the one given to ``sparsify``."""

@@ -27,6 +27,9 @@ kept: from the last step, after ``store_operands``; gathered: FSDP2 has gathered
 of the weight; differentiable: projected under autograd, which trains Parameters of the method."""
 
 
+Gathered = Literal["A", "drawn A", "W"]
+
+
 class LayerOperands:
     """Operands of one layer, one set for training and one for evaluation.
 
@@ -56,7 +59,8 @@ class LayerOperands:
         these tensors."""
         self._kept: dict[bool, Operands | None] = {}  # key: training (True) or evaluation (False)
         self._kept_mask: Tensor | None = None  # of kept training operands; packed by rows
-        self._gathered_projected: bool | None = None  # A was gathered, or W; None: out of date
+        # what was gathered: A, A of training where it is another one, or W; None: out of date
+        self._gathered_operand: Gathered | None = None
         self._gathered_b: Tensor | None = None
         self.outside: OutsideReads | None = None
         """Watch over reads of the weight past the layer, in the first step."""
@@ -170,6 +174,7 @@ class LayerOperands:
         phase = self.method.phase
         matmuls = self.matmuls
         same = phase.training == phase.evaluation and not matmuls.packs
+        same = same and not self.method.draws_masks
         return training or (same and matmuls.precision is None and not self.method.differentiable)
 
     def _differentiates(self, training: bool) -> bool:
@@ -188,7 +193,10 @@ class LayerOperands:
         # masks and scales come from the master in fp32 or wider, never from a cast copy
         master = widen(self.rows.local(weight).detach())
         group = self._group(updating=False)
-        return self.rows.apply(self.method.project, master, self.state, group)
+        method = self.method
+        draws = training and method.draws_masks
+        project = method.project_in_training if draws else method.project
+        return self.rows.apply(project, master, self.state, group)
 
     def _require_values(self, weight: Tensor) -> None:
         """Refuse a layer whose tensors have no values (ConfigError)."""
@@ -290,7 +298,7 @@ class LayerOperands:
     def clear(self) -> None:
         """Drop all operands: the weight or the phase has changed."""
         self._kept = {}
-        self._gathered_projected = None
+        self._gathered_operand = None
         self._kept_mask = None
 
     def free_mask(self) -> None:
@@ -373,7 +381,7 @@ class LayerOperands:
                 b = self._transposed(backward)
                 operands = matmuls.prepare(a, b, scale, dtype, old)
         if self.stored_dtype == dtype and not torch.compiler.is_compiling():
-            if training:
+            if training and not self.method.draws_masks:  # flips compare those of evaluation
                 if mask is not None and mask.dtype == torch.bool:
                     mask = pack_rows(mask)
                 self._kept_mask = mask
@@ -415,7 +423,7 @@ class LayerOperands:
         if self.stored_dtype != dtype:  # sharded layers always store, in the dtype of FSDP
             self.stored_dtype = dtype
             self._kept = {}
-        self._gathered_projected = self._gathers_projected(key)
+        self._gathered_operand = self._gathers(training)
         kept = None
         if not self._differentiates(key):
             kept = self._kept.get(key) or self._make(weight, dtype, key)
@@ -436,15 +444,17 @@ class LayerOperands:
         self._gathered_b = gathered[1] if len(gathered) > 1 else None
         return gathered[0]
 
-    def _gathers_projected(self, training: bool) -> bool:
-        """Return True if FSDP gathers A(W) for forwards in this mode, False if it gathers W."""
-        return self._projects(training) and not self._differentiates(training)
+    def _gathers(self, training: bool) -> Gathered:
+        """Return what FSDP gathers for forwards in this mode."""
+        if not self._projects(training) or self._differentiates(training):
+            return "W"
+        return "drawn A" if training and self.method.draws_masks else "A"
 
     def is_stale(self, training: bool) -> bool:
         """Return True if FSDP has to gather again before a forward in this mode."""
         if not self.rows.is_sharded:
             return False
-        return self._gathered_projected is not self._gathers_projected(training)
+        return self._gathered_operand != self._gathers(training)
 
     def _require_fresh(self, *, training: bool) -> None:
         if self.is_stale(training):
@@ -460,7 +470,7 @@ class LayerOperands:
         self._require_fresh(training=training)
         kept = self._kept.get(self._key(training))
         scale = None if kept is None else kept.wgrad_scale
-        two = self._gathered_projected and self.method.sparse_row.has_two_weights()
+        two = self._gathered_operand != "W" and self.method.sparse_row.has_two_weights()
         changes_inputs = training and not self.method.phase.row.keeps_inputs()
         if not two and scale is None and not changes_inputs:
             return None

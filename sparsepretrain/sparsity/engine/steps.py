@@ -189,6 +189,8 @@ class Steps:
         self.state.sync()
         self.warn_of_evaluation()
         method = self.state.method
+        if method.follows_policy:
+            require_policy(method, self.layers)
         if not _adjusts(method):
             return
         on_gradient = method.phase.row.J != DW
@@ -392,6 +394,17 @@ def require_own_weights(layers: Mapping[str, SparseWeight]) -> None:
                 f"the weight of {name!r} has the shape {shape} since sparsify, and had "
                 f"{expected}: {remedy}"
             )
+
+
+def require_policy(method: Method, layers: Mapping[str, SparseWeight]) -> None:
+    """Refuse a step of a method that learns from losses, if no losses were compared."""
+    name, layer = next(iter(layers.items()))
+    if layer.sparsity.logits.grad is None:
+        raise ConfigError(
+            f"{method.options.name} learns from losses, and the logits of {name!r} have no "
+            "gradient: call sparsifier.policy_step(loss_of_batch) before optimizer.step(), without "
+            "a backward"
+        )
 
 
 def require_rates(method: Method, layers: Mapping[str, SparseWeight], optimizer: Optimizer) -> None:

@@ -41,6 +41,10 @@ class Rows:
         """Return the own rows of a whole tensor."""
         return whole
 
+    def own_part(self, parameter: Tensor) -> Tensor:
+        """Return this rank's rows of a Parameter of the method."""
+        return parameter
+
     def wrap(self, rows: Tensor) -> Tensor:
         """Return rows as state dicts have them: a DTensor if they are sharded."""
         return rows

@@ -162,6 +162,9 @@ class ShardedRows(Rows):
         gradient = self._parameter.grad
         return None if gradient is None else self._matrix(plain(gradient))
 
+    def own_part(self, parameter: Tensor) -> Tensor:
+        return plain(parameter)
+
     def _matrix(self, local: Tensor) -> Tensor:
         return local.view(-1, local.shape[-1]) if self._is_bank else local
 

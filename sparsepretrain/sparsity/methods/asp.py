@@ -31,10 +31,8 @@ class ASPOptions(MethodOptions):
     """When the zeros are written, as a fraction of the run; 0: before the first forward."""
 
 
-class StoredMask(Method):
-    """A = M∘W with a mask that the layer keeps, packed; what it drops receives no gradient."""
-
-    reads_packed_masks = True
+class LayerMask(Method):
+    """Keep a mask in the layer, packed."""
 
     def __init__(self, options: MethodOptions, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
@@ -98,6 +96,12 @@ class StoredMask(Method):
                         f"{layer} ({full:,} of {groups:,} groups had more than {n} non-zeros)",
                     )
         return super().take_remarks()
+
+
+class StoredMask(LayerMask):
+    """A = M∘W with a mask that the layer keeps; what it drops receives no gradient."""
+
+    reads_packed_masks = True
 
     def project(self, weight: Tensor, state: LayerState) -> Projection:
         return Projection(kernels.apply_mask(weight, state.mask, out=state.out), state.mask)

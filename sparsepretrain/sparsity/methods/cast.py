@@ -20,7 +20,7 @@ from sparsepretrain.registry import register
 from sparsepretrain.sparsity import MethodOptions, Operand, Phase, Projection, Row
 from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.method import FineTuning
-from sparsepretrain.sparsity.methods.asp import StoredMask
+from sparsepretrain.sparsity.methods.asp import LayerMask
 from sparsepretrain.sparsity.methods.ast import DECAYS
 
 
@@ -39,7 +39,7 @@ class CASTOptions(MethodOptions):
 
 
 @register("method", "cast")
-class CAST(StoredMask):
+class CAST(LayerMask):
     """A = a∘W, dense until the last step, then A = M∘a∘W.
 
     Continuous and differentiable sparsity-aware training (arXiv:2509.25996), for which no code was
@@ -61,7 +61,6 @@ class CAST(StoredMask):
     differentiable = True
     optimizer_class = AdamS
     prunes_at_end = True
-    reads_packed_masks = False
 
     def __init__(self, options: CASTOptions, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)

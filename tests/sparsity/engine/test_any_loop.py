@@ -17,7 +17,7 @@ from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.kernels import nm_mask
 from support.small_loops import attached, gradients, said, through_disk, train
 from support.small_models import Net, draw
-from support.sparse_cases import build, optimizer_for, sparsify
+from support.sparse_cases import TRAINED, build, optimizer_for, sparsify
 from support.tiny_runs import assert_equal_bits
 
 
@@ -415,9 +415,7 @@ def test_decay_is_applied_once_after_sparsifying_again(silent):
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
 
 
-@pytest.mark.parametrize(
-    "method", [name for name in sp.list_methods() if name not in ("step", "mine")]
-)
+@pytest.mark.parametrize("method", [name for name in TRAINED if name not in ("step", "mine")])
 @pytest.mark.parametrize("held", [True, False])
 def test_frozen_weights_are_sparse_and_never_written(method, held, silent):
     model = Net()

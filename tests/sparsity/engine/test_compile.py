@@ -4,14 +4,13 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import sparsepretrain as sp
 from support.small_loops import attached, eager_and_compiled, gradients, train
 from support.small_models import Blocks, ConvNet, Net, draw
-from support.sparse_cases import build, sparsify
+from support.sparse_cases import TRAINED, build, sparsify
 
 # tracing the draws takes ten seconds: once, for sste
 CASES = [
-    *((name, {"mvue": "none"} if name == "tsrste" else {}) for name in sp.list_methods()),
+    *((name, {"mvue": "none"} if name == "tsrste" else {}) for name in TRAINED),
     ("slope", {"mask": "random"}),  # drawn once
 ]
 FAST = ("dense", "srste", "sste", "bimask", "cast")  # one of each kind of operands

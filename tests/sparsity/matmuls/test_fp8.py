@@ -23,9 +23,9 @@ from support.matmul_cases import (
 from support.operands import into_sparse_phase, packed
 from support.small_loops import attached, eager_and_compiled
 from support.small_models import Layer, Mixed, draw
-from support.sparse_cases import PACKED, SETTLED, STEPS
+from support.sparse_cases import PACKED, SETTLED, STEPS, TRAINED
 
-METHODS = [name for name in sp.list_methods() if name not in PACKED]
+METHODS = [name for name in TRAINED if name not in PACKED]
 RECIPES = ("hybrid", "e4m3")
 
 

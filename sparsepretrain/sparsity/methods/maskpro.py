@@ -1,0 +1,165 @@
+"""MaskPro: masks of frozen weights, drawn from learned logits and judged by the loss alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from sparsepretrain import kernels
+from sparsepretrain.errors import Problems
+from sparsepretrain.registry import register
+from sparsepretrain.sparsity import MethodOptions, Projection, Row
+from sparsepretrain.sparsity.layer_state import LayerState
+from sparsepretrain.sparsity.method import FineTuning
+from sparsepretrain.sparsity.methods.asp import LayerMask
+from sparsepretrain.sparsity.operand_table import FPROP
+
+
+class LearnedMask(LayerMask):
+    """A = M∘W of weights that never change, with a mask that Parameters of the method decide.
+
+    Training begins from the mask of the largest magnitudes, or from a given one
+    (:meth:`Sparsifier.keep_masks`, ``init.mask``), which ``state.mask`` keeps. Training forwards
+    draw masks; evaluation, flips and export use the most probable one.
+    """
+
+    finetuning = FineTuning("asp")
+    mask_rule = "other"
+    trains = "method"
+    draws_masks = True
+    needs_whole = True  # draws by position
+
+    @property
+    def sparse_row(self) -> Row:
+        return Row(self.nm("M∘W"))
+
+    @property
+    def reads_initial_weights(self) -> bool:
+        return True
+
+    @property
+    def takes_masks(self) -> bool:
+        return True
+
+    def initial_state(self, weight: Tensor, state: LayerState) -> dict[str, Tensor]:
+        return {"mask": kernels.pack_rows(self.choose(weight, state))}
+
+    def begins_from(self, state: LayerState) -> Tensor:
+        """Return the mask that training began from, bool."""
+        return kernels.unpacked(state.mask, state.shape)
+
+    def most_probable(self, state: LayerState) -> Tensor:
+        """Return the mask of the largest probability, bool."""
+        raise NotImplementedError
+
+    def project(self, weight: Tensor, state: LayerState) -> Projection:
+        mask = self.most_probable(state)
+        return Projection(kernels.apply_mask(weight, mask), mask)
+
+
+@dataclass(slots=True, kw_only=True)
+class MaskProOptions(MethodOptions):
+    """Options of MaskPro."""
+
+    targets: str | list[str] = "all"
+    """Layers, see :class:`MethodOptions`; all linear layers of the blocks get masks."""
+    logit: Annotated[float, "≥ 0"] = 7.0
+    """First logit of the entries of the mask that training begins from; the others have 0."""
+    smoothing: Annotated[float, "[0, 1)"] = 0.99
+    """α of δ, the moving average of loss differences that is subtracted from them."""
+
+    def problems(self) -> Problems:
+        yield from MethodOptions.problems(self)
+        if self.window.start > 0 or self.window.stop < 1:
+            yield "window", "must be the whole run: without masks there is nothing to learn"
+
+
+@register("method", "maskpro")
+class MaskPro(LearnedMask):
+    """N entries of each group are drawn without replacement from the softmax of M logits.
+
+    MaskPro (arXiv:2506.12876). The logits π, one per weight, learn by policy gradient, from the
+    loss f of the masked model:
+
+        g = (f(m∘W) − f(m0∘W) − δ)·∇ log p(m | π),   δ ← α·δ + (1−α)·(f(m∘W) − f(m0∘W))
+
+    m is drawn, m0 is the mask that training began from, and p is the probability of the *ordered*
+    draw (Plackett and Luce), a sum of N terms; that of the set has N! and a smaller variance. One
+    mask per step serves all micro-batches and processes. No backward runs, and no activations are
+    kept (:meth:`Sparsifier.policy_step`).
+    """
+
+    Options = MaskProOptions
+    options: MaskProOptions
+    summary = "frozen weights; masks drawn from learned logits, judged by two forwards"
+    paper = "arXiv:2506.12876"
+    follows_policy = True
+
+    @property
+    def own_entries(self) -> float:
+        return 1.0
+
+    def initial_state(self, weight: Tensor, state: LayerState) -> dict[str, Tensor]:
+        mask = self.choose(weight, state)
+        return {
+            "mask": kernels.pack_rows(mask),
+            "logits": Parameter(mask * weight.new_tensor(self.options.logit)),
+            "tracker": weight.new_zeros((), dtype=torch.float64),
+        }
+
+    def begin_from_mask_(self, state: LayerState) -> None:
+        state.logits.copy_(self.begins_from(state) * self.options.logit)
+
+    def most_probable(self, state: LayerState) -> Tensor:
+        return self._mask_of(_grouped(state.logits.detach(), self.options.m, state.dim), state.dim)
+
+    def project_in_training(self, weight: Tensor, state: LayerState) -> Projection:
+        if self.uses_first_mask:
+            mask = self.begins_from(state)
+        else:
+            mask = self._mask_of(self._perturbed(state.logits.detach(), state), state.dim)
+        return Projection(kernels.apply_mask(weight, mask), mask)
+
+    def policy_gradient(self, logits: Tensor, state: LayerState, difference: Tensor) -> Tensor:
+        remaining = _grouped(logits, self.options.m, state.dim).clone()
+        order = _largest(self._perturbed(logits, state), self.options.n)
+        gradient = torch.zeros_like(remaining)
+        for chosen in order.split(1, -1):  # softmax over what is left, in the order of the draws
+            gradient -= remaining.softmax(-1)
+            gradient.scatter_add_(-1, chosen, torch.ones_like(remaining[..., :1]))
+            remaining.scatter_(-1, chosen, -torch.inf)
+        gradient *= difference - state.tracker
+        state.tracker.lerp_(difference, 1 - self.options.smoothing)
+        return _ungrouped(gradient, state.dim)
+
+    def _perturbed(self, logits: Tensor, state: LayerState) -> Tensor:
+        """Return logits plus Gumbel noise: their N largest, in order, are N draws."""
+        uniform = kernels.uniform_like(logits, state.key(FPROP), state.dim)
+        # the middles of the cells of the grid of draws, which begins at 0
+        noise = -torch.log(-torch.log(uniform.double() + 2.0**-25))
+        return _grouped(logits.double() + noise, self.options.m, state.dim)
+
+    def _mask_of(self, scores: Tensor, dim: int) -> Tensor:
+        """Return the mask of the N largest scores of each group."""
+        kept = torch.zeros_like(scores, dtype=torch.bool)
+        kept.scatter_(-1, _largest(scores, self.options.n), True)
+        return _ungrouped(kept, dim)
+
+
+def _grouped(x: Tensor, m: int, dim: int) -> Tensor:
+    """Return (…, groups, M), the groups along an axis."""
+    last = x.movedim(dim, -1)
+    return last.reshape(*last.shape[:-1], -1, m)
+
+
+def _ungrouped(groups: Tensor, dim: int) -> Tensor:
+    return groups.flatten(-2).movedim(-1, dim).contiguous()
+
+
+def _largest(scores: Tensor, n: int) -> Tensor:
+    """Return the positions of the N largest of each group, in falling order; ties in theirs."""
+    return scores.argsort(stable=True, dim=-1, descending=True)[..., :n]
