@@ -38,10 +38,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "sdgf": (),
     "ast": ("sparsity.refresh=2", "sparsity.decay=0.1"),
     "ast branch": ("sparsity.refresh=3", "sparsity.slorb=4"),
-    # the learning rate is one that can train weights to zero in so few steps
     "maskpro": ("sparsity.logit=1", "optim.lr=0.1"),
-    "cast": ("sparsity.refresh=2", "sparsity.decay=0.01", "optim.lr=1e-2"),
     "ternary": (),
+    # the learning rate is one that can train weights to zero in so few steps
+    "cast": ("sparsity.refresh=2", "sparsity.decay=0.01", "optim.lr=3e-3"),
 }
 """Name, whose first word is the method -> its overrides."""
 

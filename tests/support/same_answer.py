@@ -34,15 +34,18 @@ def assert_equal_masks(left, right):
             assert torch.equal(mine[name], theirs[name]), name
 
 
-def check(kind, one, many):
-    """The gate of a kind of case; what a run begins with is the same in all of them."""
+def check(kind, one, many, fp32=FP32):
+    """The gate of a kind of case, ``fp32`` that of single precision.
+
+    What a run begins with is the same in all of them.
+    """
     begun = [json.loads((run / "environment.json").read_text())["hashes"] for run in (one, many)]
     assert begun[0] == begun[1] and begun[0]["initial_weights"]
     if kind.startswith("tree"):
         assert metrics(one) == metrics(many)
         assert_equal_bits(final_state(one), final_state(many))
         return
-    assert drift(one, many) <= (FP64 if kind == "fp64" else FP32)
+    assert drift(one, many) <= (FP64 if kind == "fp64" else fp32)
     if kind == "fp64":
         assert_equal_masks(one, many)
 

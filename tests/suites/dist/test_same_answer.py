@@ -10,7 +10,7 @@ import shutil
 import pytest
 
 from support.ranks import VARIANTS, Case, train_with, variant
-from support.same_answer import FP64, KINDS, alone, assert_equal_masks, check, drift
+from support.same_answer import FP32, FP64, KINDS, alone, assert_equal_masks, check, drift
 from support.tiny_runs import metrics
 
 
@@ -38,7 +38,9 @@ def test_every_method(tiny, size, kind):
     cases = [Case(name, (*variant(name), *KINDS[kind])) for name in VARIANTS]
     many = train_with(tiny, size, cases)
     for case in cases:
-        check(kind, alone(tiny, case.words), many[case.name])
+        # AdamS follows sign(W): where a weight is nearly zero, rounding becomes a step
+        fp32 = 1e-4 if case.name == "cast" else FP32
+        check(kind, alone(tiny, case.words), many[case.name], fp32)
 
 
 @pytest.mark.dist
