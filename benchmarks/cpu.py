@@ -52,7 +52,7 @@ LOOPS = {
     ("uniform_noise",): "sdgp",
 }
 """Operations with a loop -> the method whose step is timed with and without."""
-LOOP_OPTIONS = {
+LOOP_OPTIONS: dict[tuple[str, ...], list[str]] = {
     ("uniform_noise",): ["sparsity.variant=random"],
     ("mvue_nm",): ["sparsity.n=4", "sparsity.m=8"],
 }
