@@ -11,10 +11,10 @@ FP64 = 1e-12
 
 METHODS = [{"name": name} for name in VARIANTS]
 KINDS = {
-    "conv1d": "sste tsrste bimask slope step ast cast ternary",
-    "conv2d": "sste srste tsrste bimask asp ast",
-    "bank": "ste srste sste tsrste step asp ast cast ternary",
-    "bank_in_out": "srste sste tsrste step asp",
+    "conv1d": "sste tsrste bimask slope step ast cast ternary maskpro",
+    "conv2d": "sste srste tsrste bimask asp ast maskpro",
+    "bank": "ste srste sste tsrste step asp ast cast ternary maskpro",
+    "bank_in_out": "srste sste tsrste step asp maskpro",
 }
 STORAGES = [
     *({"name": n, "kind": kind} for kind, names in KINDS.items() for n in names.split()),
@@ -27,7 +27,7 @@ WAYS = [
     {"name": "asp", "kind": "conv1d", "inner": 36},
     # the operand of evaluation is another one while STEP trains dense
     *({"name": "step", "evaluates": True, "reshard": again} for again in (True, False, None)),
-    *({"name": name, "evaluates": True, "reshard": False} for name in ("bimask", "cast")),
+    *({"name": n, "evaluates": True, "reshard": False} for n in ("bimask", "cast", "maskpro")),
     {"name": "sste", "counted": True, "fused": False},
 ]
 UNEVEN = [
