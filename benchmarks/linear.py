@@ -21,6 +21,7 @@ from sparsepretrain import registry
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import sparsify
 from sparsepretrain.sparsity.engine.layers import SparseLayer
+from sparsepretrain.sparsity.method import Method
 
 LAYERS = {"GPT-2 124M": (768, 3072), "LLaMA 7B": (4096, 11008)}
 """(in_features, out_features)."""
@@ -50,17 +51,29 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 """Method -> variants to time: label -> options; other methods are timed with their defaults."""
 
 
-def timed_methods(only: Sequence[str] = ()) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return label -> (method, options) of all timed variants, or of ``only`` and dense."""
+def timed_methods(
+    only: Sequence[str] = (), *, with_backward: bool = False
+) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return label -> (method, options) of all timed variants, or of ``only`` and dense.
+
+    ``with_backward``: without methods that learn from losses alone.
+    """
     names = sorted(registry.names("method"), key="dense".__ne__)  # the baseline first
     if wrong := [name for name in only if name not in names]:
         raise ConfigError(f"no method {wrong[0]!r}{registry.suggestion(wrong[0], names)}")
     names = [name for name in names if not only or name in ("dense", *only)]
+    if with_backward:
+        names = [name for name in names if not _method(name).follows_policy]
     return {
         f"{name}, {label}" if label else name: (name, options)
         for name in names
         for label, options in VARIANTS.get(name, {"": {}}).items()
     }
+
+
+def _method(name: str) -> type[Method]:
+    found: type[Method] = registry.get("method", name)
+    return found
 
 
 def compare(
@@ -110,7 +123,7 @@ def compare(
             found[label] = partial(_call, model, x, grad, stored, training)
         return found
 
-    methods = timed_methods(options.methods)
+    methods = timed_methods(options.methods, with_backward=True)
     ours, errors, wrong = calls(options.sparse_matmuls), dict[str, float](), []
     for label, emulated in calls("emulate").items() if options.sparse_matmuls != "emulate" else ():
         if label == DENSE:

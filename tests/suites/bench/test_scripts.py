@@ -54,7 +54,7 @@ def test_rehearsal_measures_tiny_sizes(run, script):
 
 @WITHOUT_GPU
 def test_every_method_is_compared_with_dense(run):
-    dense = ["nn.Linear", *linear.timed_methods()]
+    dense = ["nn.Linear", *linear.timed_methods(with_backward=True)]
     tiny = "linear, tiny, forward and backward, bf16, "
     assert labels(run("linear")[1], tiny) == dense
     _, cases = run("linear", "--methods", "ste", "--sparse-matmuls", "auto", "--fp8")
