@@ -41,7 +41,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "maskpro": ("sparsity.logit=1", "optim.lr=0.1"),
     "ternary": (),
     # the learning rate is one that can train weights to zero in so few steps
-    "cast": ("sparsity.refresh=2", "sparsity.decay=0.01", "optim.lr=3e-3"),
+    "cast": ("sparsity.refresh=2", "sparsity.decay=0.01", "optim.lr=1e-2"),
 }
 """Name, whose first word is the method -> its overrides."""
 
