@@ -184,11 +184,6 @@ class Method:
         return self.keeps_zeros
 
     @property
-    def own_entries(self) -> float:
-        """Entries of the Parameters of the method, per entry of a weight."""
-        return 0.0
-
-    @property
     def refresh(self) -> int:
         """Optimizer steps between two updates of the masks, which flips are counted over."""
         return 1
@@ -279,7 +274,9 @@ class Method:
     def begin_from_mask_(self, state: LayerState) -> None:
         """Follow ``state.mask``, which was given after :meth:`initial_state`."""
 
-    def policy_gradient(self, logits: Tensor, state: LayerState, difference: Tensor) -> Tensor:
+    def policy_gradient(
+        self, logits: Tensor, state: LayerState, difference: Tensor
+    ) -> Tensor | None:
         """Return the gradient of ``state.logits`` from the loss of the mask that was drawn.
 
         Called once per step, before it, if :attr:`follows_policy`.
@@ -290,7 +287,7 @@ class Method:
             difference: loss with the drawn masks minus loss with the first ones, of the global
                 batch; 0-d, fp64.
         """
-        raise NotImplementedError
+        return None
 
     def fprop_input(self, x: Tensor) -> Tensor:
         """Return Xf(X), the input of fprop in training; (…, in_features). Called if Xf is not X."""

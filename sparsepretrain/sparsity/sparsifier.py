@@ -292,6 +292,8 @@ class Sparsifier:
     def keep_masks(self, masks: Mapping[str, Tensor]) -> None:
         """Let the fixed masks be these, such as masks from calibration data.
 
+        A method that learns masks begins from them.
+
         Call this before :meth:`attach`; :meth:`reset` chooses by magnitude again.
 
         Args:
@@ -333,11 +335,12 @@ class Sparsifier:
         self.refresh()
 
     def require_fixed_masks(self) -> None:
-        """Raise ConfigError unless the method keeps its first masks for good."""
+        """Raise ConfigError unless masks can be given to the method."""
         if not self.method.takes_masks:
             raise ConfigError(
                 f"{self.method.options.name} has no mask that is fixed from the start: use asp "
-                "with at=0, or slope with mask=magnitude, and no window.start"
+                "with at=0, or slope with mask=magnitude, and no window.start; or maskpro, which "
+                "begins from it"
             )
 
     def detach(self) -> None:
@@ -492,8 +495,9 @@ class Sparsifier:
             rows = layer.operands.rows
             logits = layer.sparsity.logits
             gradient = functools.partial(method.policy_gradient, difference=difference)
-            own = rows.apply(gradient, rows.own_part(logits), layer.sparsity, None) * scale
-            logits.grad = rows.wrap(own.to(logits.dtype))
+            own = rows.apply(gradient, rows.own_part(logits), layer.sparsity, None)
+            assert own is not None, "a method that follows a policy returns a gradient"
+            logits.grad = rows.wrap((own * scale).to(logits.dtype))
 
     def hold(self, masks: Mapping[str, Tensor]) -> None:
         """Apply ``masks`` instead of the current ones in training forwards; probes use this.

@@ -90,6 +90,8 @@ def matmul_flops(
     policy = SparseMatmulPolicy("auto")
     micro_batches = run.batch.size // run.batch.micro
     dtype = compute_dtype(run.precision)
+    # a method that learns from losses compares those of two forwards
+    forwards, matmuls = (2, ["fprop"]) if method.follows_policy else (1, [*row.operands])
     counted = MatmulFlops(step, Counter(), Counter(), Counter(), Counter(), [])
     for name, layer in sparsifier.layers.items():
         is_convolution = layer.weight.dim() == 4
@@ -98,13 +100,8 @@ def matmul_flops(
         tokens = tuple(inputs[name][:-1])
         token_count = math.prod(tokens)
         in_features, out_features, _ = layer.sizes
-        flops = 2 * micro_batches * token_count * in_features * out_features
-        if method.follows_policy:  # two forwards
-            flops *= 2
-            row = Row(row.A)
-            counted.layers.update({"fprop": flops})
-        else:
-            counted.layers.update(dict.fromkeys(row.operands, flops))
+        flops = 2 * micro_batches * token_count * in_features * out_features * forwards
+        counted.layers.update(dict.fromkeys(matmuls, flops))
         size = layer.operands.matmuls.size
         base = layer.operands.matmuls.base
         for operand, why in policy.reasons(row, size, base).items():

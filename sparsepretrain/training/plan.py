@@ -79,7 +79,7 @@ def dry_run(run: Run, console: Console) -> None:
     micro_batches = run.batch.size // run.batch.micro
     matmuls = matmul_flops(run, sparsifier, inputs, every)
     parameters = coverage.total_parameters
-    each, other = bytes_per_entry(run, sparsifier.method)
+    each, other = bytes_per_entry(run, sparsifier)
     averages = 0 if run.ema is None else 4 * parameters
     entries = coverage.sparse_parameters, parameters - coverage.sparse_parameters
     sparse = entries[0] * sum(each)
@@ -327,15 +327,16 @@ class BytesPerEntry(NamedTuple):
     """The mask that flips are counted against, packed: one bit."""
 
 
-def bytes_per_entry(run: Run, method: Method) -> tuple[BytesPerEntry, BytesPerEntry]:
+def bytes_per_entry(run: Run, sparsifier: Sparsifier) -> tuple[BytesPerEntry, BytesPerEntry]:
     """Return bytes per entry of a sparse and of a dense weight, by formula.
 
-    Both have 4 bytes of weight, 4 of gradient and the moments; where weights are frozen, the logits
-    of a mask have them. A(W) is stored where it is not W
-    itself, B(W) where it is not A(W), each in the dtype of the matmuls. Masks that some methods
-    keep in addition (1/8 byte each) are left out: less than 1 % of the sum. With Muon
-    dense weights count as those of AdamW, also in blocks.
+    Both have 4 bytes of weight, 4 of gradient and the moments; where weights are frozen, gradient
+    and moments are those of the method's Parameters, such as logits. A(W) is stored where it is not
+    W itself, B(W) where it is not A(W), each in the dtype of the matmuls. Masks that some methods
+    keep in addition (1/8 byte each) are left out: less than 1 % of the sum. With Muon dense weights
+    count as those of AdamW, also in blocks.
     """
+    method = sparsifier.method
     width = compute_dtype(run.precision).itemsize
     fp8 = isinstance(run.precision, SimulatedFP8)
     cast = width if width < 4 else 0
@@ -343,7 +344,9 @@ def bytes_per_entry(run: Run, method: Method) -> tuple[BytesPerEntry, BytesPerEn
     stored = (method.sparse_row.A != W or fp8) + method.sparse_row.has_two_weights()
     operands = stored * (1 if fp8 else width) if stored else cast
     if method.trains == "method":
-        own = method.own_entries
+        layers = sparsifier.layers.values()
+        learned = sum(p.numel() for layer in layers for p in layer.sparsity.parameters())
+        own = learned / sum(layer.weight.numel() for layer in layers)
         sparse = BytesPerEntry(4 + 4 * own, 4 * own, in_block * own, operands, 1 / 8)
         return sparse, BytesPerEntry(4, 0, 0, cast)
     sparse = BytesPerEntry(4, 4, in_block, operands, 1 / 8)

@@ -187,7 +187,7 @@ def test_memory_is_what_training_keeps(tiny, method):
     now = alive()
     new = now.keys() - before.keys() - moments - others
     kept = sum(now[key].untyped_storage().nbytes() for key in new)
-    each, other = bytes_per_entry(t.run, t.sparsifier.method)
+    each, other = bytes_per_entry(t.run, t.sparsifier)
     expected = each.weight + each.operands * stored + each.masks
     assert kept / entries == pytest.approx(expected, rel=0.05)
     assert (*each[:2], *other[:2]) == (4, 4, 4, 4) and other[3:] == (2, 0)

@@ -19,48 +19,6 @@ from sparsepretrain.sparsity.methods.asp import LayerMask
 from sparsepretrain.sparsity.operand_table import FPROP
 
 
-class LearnedMask(LayerMask):
-    """A = M∘W of weights that never change, with a mask that Parameters of the method decide.
-
-    Training begins from the mask of the largest magnitudes, or from a given one
-    (:meth:`Sparsifier.keep_masks`, ``init.mask``), which ``state.mask`` keeps. Training forwards
-    draw masks; evaluation, flips and export use the most probable one.
-    """
-
-    finetuning = FineTuning("asp")
-    mask_rule = "other"
-    trains = "method"
-    draws_masks = True
-    needs_whole = True  # draws by position
-
-    @property
-    def sparse_row(self) -> Row:
-        return Row(self.nm("M∘W"))
-
-    @property
-    def reads_initial_weights(self) -> bool:
-        return True
-
-    @property
-    def takes_masks(self) -> bool:
-        return True
-
-    def initial_state(self, weight: Tensor, state: LayerState) -> dict[str, Tensor]:
-        return {"mask": kernels.pack_rows(self.choose(weight, state))}
-
-    def begins_from(self, state: LayerState) -> Tensor:
-        """Return the mask that training began from, bool."""
-        return kernels.unpacked(state.mask, state.shape)
-
-    def most_probable(self, state: LayerState) -> Tensor:
-        """Return the mask of the largest probability, bool."""
-        raise NotImplementedError
-
-    def project(self, weight: Tensor, state: LayerState) -> Projection:
-        mask = self.most_probable(state)
-        return Projection(kernels.apply_mask(weight, mask), mask)
-
-
 @dataclass(slots=True, kw_only=True)
 class MaskProOptions(MethodOptions):
     """Options of MaskPro."""
@@ -79,7 +37,7 @@ class MaskProOptions(MethodOptions):
 
 
 @register("method", "maskpro")
-class MaskPro(LearnedMask):
+class MaskPro(LayerMask):
     """N entries of each group are drawn without replacement from the softmax of M logits.
 
     MaskPro (arXiv:2506.12876). The logits π, one per weight, learn by policy gradient, from the
@@ -87,21 +45,36 @@ class MaskPro(LearnedMask):
 
         g = (f(m∘W) − f(m0∘W) − δ)·∇ log p(m | π),   δ ← α·δ + (1−α)·(f(m∘W) − f(m0∘W))
 
-    m is drawn, m0 is the mask that training began from, and p is the probability of the *ordered*
-    draw (Plackett and Luce), a sum of N terms; that of the set has N! and a smaller variance. One
-    mask per step serves all micro-batches and processes. No backward runs, and no activations are
-    kept (:meth:`Sparsifier.policy_step`).
+    m is drawn. m0, which ``state.mask`` keeps, is the mask that training began from: that of the
+    largest magnitudes, or a given one (:meth:`Sparsifier.keep_masks`, ``init.mask``). p is the
+    probability of the *ordered* draw (Plackett and Luce), whose logarithm has N terms; that of the
+    set sums N! orders and has a smaller variance. One mask per step serves all micro-batches and
+    processes. No backward runs, and no activations are kept (:meth:`Sparsifier.policy_step`).
+    Evaluation, flips and export use the most probable mask.
     """
 
     Options = MaskProOptions
     options: MaskProOptions
     summary = "frozen weights; masks drawn from learned logits, judged by two forwards"
     paper = "arXiv:2506.12876"
+    finetuning = FineTuning("asp")
+    mask_rule = "other"
+    trains = "method"
+    draws_masks = True
     follows_policy = True
+    needs_whole = True  # draws by position
 
     @property
-    def own_entries(self) -> float:
-        return 1.0
+    def sparse_row(self) -> Row:
+        return Row(self.nm("M∘W"))
+
+    @property
+    def reads_initial_weights(self) -> bool:
+        return True
+
+    @property
+    def takes_masks(self) -> bool:
+        return True
 
     def initial_state(self, weight: Tensor, state: LayerState) -> dict[str, Tensor]:
         mask = self.choose(weight, state)
@@ -112,14 +85,16 @@ class MaskPro(LearnedMask):
         }
 
     def begin_from_mask_(self, state: LayerState) -> None:
-        state.logits.copy_(self.begins_from(state) * self.options.logit)
+        state.logits.copy_(kernels.unpacked(state.mask, state.shape) * self.options.logit)
 
-    def most_probable(self, state: LayerState) -> Tensor:
-        return self._mask_of(_grouped(state.logits.detach(), self.options.m, state.dim), state.dim)
+    def project(self, weight: Tensor, state: LayerState) -> Projection:
+        scores = _grouped(state.logits.detach(), self.options.m, state.dim)
+        mask = self._mask_of(scores, state.dim)
+        return Projection(kernels.apply_mask(weight, mask), mask)
 
     def project_in_training(self, weight: Tensor, state: LayerState) -> Projection:
         if self.uses_first_mask:
-            mask = self.begins_from(state)
+            mask = kernels.unpacked(state.mask, state.shape)
         else:
             mask = self._mask_of(self._perturbed(state.logits.detach(), state), state.dim)
         return Projection(kernels.apply_mask(weight, mask), mask)
