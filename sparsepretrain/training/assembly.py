@@ -47,8 +47,8 @@ from sparsepretrain.training.precision import (
     Options,
     compute_dtype,
     fp8_formats,
+    set_dtype,
     set_numerics,
-    widen,
 )
 from sparsepretrain.training.reach import require_reach
 from sparsepretrain.training.recomputation import recompute_blocks
@@ -114,7 +114,7 @@ def build_session(
     # before sparsify_model, which computes frozen scales and masks from these weights
     buffers = load_initial(initial, run, task, model, console) if initial and draws else {}
     initial_weights = weights_hash(model) if trains and draws else None
-    widen(model, run.precision)
+    set_dtype(model, run.precision)
     chooses = fresh and draws
     if chooses:
         initial_tensors = dict(model.named_parameters())

@@ -53,7 +53,7 @@ def set_numerics(options: Options, *, deterministic: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
 
 
-def widen(model: nn.Module, options: Options) -> None:
+def set_dtype(model: nn.Module, options: Options) -> None:
     """Make Parameters and buffers of a model double precision, if ``options`` are fp64."""
     if compute_dtype(options) != torch.float64:
         return

@@ -25,7 +25,7 @@ from sparsepretrain.training.assembly import META, build_model, evaluated_model,
 from sparsepretrain.training.classes import class_names, is_reordered, named_classes, order_classes
 from sparsepretrain.training.derive import tokenizer_file
 from sparsepretrain.training.distillation import Teacher
-from sparsepretrain.training.precision import widen
+from sparsepretrain.training.precision import set_dtype
 from sparsepretrain.training.tracing import tracing
 from sparsepretrain.training.world import World
 
@@ -95,7 +95,7 @@ def load_teacher(run: Run, found: FoundTeacher, console: Console, world: World) 
     model = build_model(found.task, torch.device("cpu") if draws else META)
     if draws:
         _load_weights(found, model, console)
-    widen(model, run.precision)
+    set_dtype(model, run.precision)
     model.requires_grad_(False).eval()
     if sharded:
         from sparsepretrain.training.shards import shard

@@ -195,7 +195,7 @@ KEEPS = ("to", "type_as", "contiguous", "float", "double", "half", "bfloat16")
 """Functions that keep the shape."""
 MATMULS = ("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm")
 GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
-"""Of torch, in two versions, and of transformers."""
+"""Grouped matmuls: names in two versions of torch, and in transformers."""
 
 
 class BankRead(Tensor):

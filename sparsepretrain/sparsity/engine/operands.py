@@ -26,8 +26,8 @@ replaced: it needs none, and the replaced class runs; projected: from the weight
 kept: from the last step, after ``store_operands``; gathered: FSDP2 has gathered A (and B) instead
 of the weight; differentiable: projected under autograd, which trains Parameters of the method."""
 
-
 Gathered = Literal["A", "drawn A", "W"]
+"""Tensor that FSDP2 has gathered for forwards; drawn A: that of training, if it is another one."""
 
 
 class LayerOperands:
@@ -59,8 +59,7 @@ class LayerOperands:
         these tensors."""
         self._kept: dict[bool, Operands | None] = {}  # key: training (True) or evaluation (False)
         self._kept_mask: Tensor | None = None  # of kept training operands; packed by rows
-        # what was gathered: A, A of training where it is another one, or W; None: out of date
-        self._gathered_operand: Gathered | None = None
+        self._gathered_operand: Gathered | None = None  # None: out of date
         self._gathered_b: Tensor | None = None
         self.outside: OutsideReads | None = None
         """Watch over reads of the weight past the layer, in the first step."""
@@ -169,13 +168,14 @@ class LayerOperands:
     def _key(self, training: bool) -> bool:
         """Return the set of operands that forwards in this mode use; True: that of training.
 
-        Evaluation shares it if the phase treats both alike and nothing is packed or in fp8.
+        Evaluation shares it if phase and method treat both alike and nothing is packed or in fp8.
         """
-        phase = self.method.phase
+        method = self.method
         matmuls = self.matmuls
-        same = phase.training == phase.evaluation and not matmuls.packs
-        same = same and not self.method.draws_masks
-        return training or (same and matmuls.precision is None and not self.method.differentiable)
+        same_weight = not (method.differentiable or method.draws_masks)
+        same_form = not matmuls.packs and matmuls.precision is None
+        same_phase = method.phase.training == method.phase.evaluation
+        return training or (same_phase and same_form and same_weight)
 
     def _differentiates(self, training: bool) -> bool:
         """Return True if forwards in this mode project under autograd."""

@@ -71,10 +71,8 @@ class BiMask(MaskedDecay):
         for part, current in zip(parts, permutations, strict=True):
             rows = part if state.dim == 1 else part.t().contiguous()
             candidates = torch.cat([current[None], drawn])
-            best = kernels.bimask_ones(
-                rows, candidates, *self.pattern
-            ).argmax()  # the first of equals
-            current.copy_(candidates[best])
+            ones = kernels.bimask_ones(rows, candidates, *self.pattern)
+            current.copy_(candidates[ones.argmax()])  # the first of equals
 
     def project(self, weight: Tensor, state: LayerState) -> Projection:
         if state.slice_rows is None:
