@@ -144,10 +144,9 @@ class SparsityCallback(TrainerCallback):
 
     def _restore(self, model: Any, checkpoint: Path) -> None:
         """Read what the Trainer did not find in its own checkpoint."""
-        lacking = _lacking(model, self._loaded)
         if _has_adapters(model):
             _read(model, checkpoint)
-        elif self._loaded and lacking:
+        elif self._loaded and (lacking := _lacking(model, self._loaded)):
             _read_weights(model, checkpoint, lacking)
             _read(model, checkpoint)
 
