@@ -30,7 +30,7 @@ from sparsepretrain.kernels.masks import (
 )
 from sparsepretrain.kernels.mvue24 import mvue
 from sparsepretrain.kernels.nm import nm_mask, nm_prune, nonzeros_per_group
-from sparsepretrain.kernels.noise import uniform_like, uniform_noise
+from sparsepretrain.kernels.noise import gumbel_like, normal_like, uniform_like, uniform_noise
 from sparsepretrain.kernels.packed24 import compress_24, matmul_24
 from sparsepretrain.kernels.sdgp import prune_gradient
 from sparsepretrain.kernels.soft import (
@@ -55,6 +55,7 @@ __all__ = [
     "dequantize_fp8",
     "flip_count",
     "geglu",
+    "gumbel_like",
     "key_words",
     "l1_scale",
     "masked_decay_",
@@ -66,6 +67,7 @@ __all__ = [
     "no_fp8_matmuls",
     "noise_key",
     "nonzeros_per_group",
+    "normal_like",
     "optimal_scale",
     "pack_24",
     "pack_rows",

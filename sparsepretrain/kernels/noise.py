@@ -25,6 +25,22 @@ def uniform_like(x: Tensor, key: AnyKey | int, dim: int, *, backend: str | None 
     return draws.view(last.shape).movedim(-1, dim)
 
 
+def gumbel_like(x: Tensor, key: AnyKey | int, dim: int) -> Tensor:
+    """One standard Gumbel number -log(-log u) per element of ``x``: fp64, same shape and device.
+
+    u is that of :func:`uniform_like`, moved by half a step of its grid, which begins at 0.
+    """
+    return -torch.log(-torch.log(uniform_like(x, key, dim).double() + 2.0**-25))
+
+
+def normal_like(x: Tensor, key: AnyKey | int, dim: int) -> Tensor:
+    """One standard normal number per element of ``x``: fp64, same shape and device.
+
+    The quantile function of u, which is moved as that of :func:`gumbel_like`.
+    """
+    return torch.special.ndtri(uniform_like(x, key, dim).double() + 2.0**-25)
+
+
 def uniform_noise(
     key: AnyKey | int,
     groups: int,

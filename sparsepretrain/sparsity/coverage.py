@@ -60,6 +60,7 @@ class Coverage:
     """Name -> shape of embedding weights, which stay dense."""
     precision: str | None = None  # formats of fp8; None: matmuls follow autocast
     sparse_matmuls: str = "emulate"
+    dense_training: str = ""  # reason for which the operands are those of evaluation alone
 
     @property
     def chosen(self) -> str:
@@ -92,6 +93,8 @@ class Coverage:
             f"of {self.total_parameters:,} parameters ({share:.1%}); "
             f"{len(self.dense_linears)} linear layers and convolutions stay dense"
         )
+        if self.dense_training:
+            lines.append(f"the matmuls of training are dense: {self.dense_training}")
         if others := self.other_weights:
             entries = sum(map(math.prod, others.values()))
             shown = [f"{k} {shape}" for k, shape in [*others.items()][:SHOWN]]
@@ -160,6 +163,7 @@ def cover(layers: dict[str, SparseWeight], state: ModelState) -> Coverage:
         embeddings={name: tuple(weight.shape) for name, weight in census.embeddings.items()},
         precision=None if state.precision is None else str(state.precision),
         sparse_matmuls="emulate" if state.policy is None else state.policy.name,
+        dense_training=method.dense_training,
     )
 
 
@@ -266,7 +270,8 @@ def prove(layers: dict[str, SparseWeight], state: ModelState) -> Proof:
     why = "" if phase.evaluation else phase.reason
     proof = Proof(pattern=f"{n}:{m}", sparse=False, why_dense=why)
     a = phase.row.A
-    if phase.evaluation and phase.training and a != W and a.pattern is None:
+    follows_training = phase.evaluation and not state.method.trains_another_weight
+    if follows_training and phase.training and a != W and a.pattern is None:
         # decaying masks (mdgf) and weights that the end prunes (cast): a run may stop before
         proof.why_dense = f"({a}), not {n}:{m} so far"
         return proof

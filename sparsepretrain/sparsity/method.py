@@ -99,16 +99,22 @@ class Method:
     optimizer_class: ClassVar[type[Optimizer] | None] = None
     """Class of the optimizer that trains sparse weights, which :meth:`guide_optimizer` is given;
     None: any."""
-    trains: ClassVar[Literal["model", "method"]] = "model"
-    """Parameters that are trained. method: those of the method; ``sparsify`` freezes the others."""
-    draws_masks: ClassVar[bool] = False
+    trains: ClassVar[Literal["model", "method", "weights"]] = "model"
+    """Parameters that are trained. method: those of the method; weights: the sparse weights;
+    ``sparsify`` freezes the others."""
+    trains_another_weight: ClassVar[bool] = False
     """True if A of training is another one than that of evaluation: :meth:`project_in_training`."""
     follows_policy: ClassVar[bool] = False
     """True if the Parameters of the method learn from losses, without a backward:
     :meth:`policy_gradient`, :meth:`Sparsifier.policy_step`."""
     prunes_at_end: ClassVar[bool] = False
-    """True if the weights get their pattern with the last step of the run; until then all matmuls
-    are dense."""
+    """True if the weights get their pattern with the last step of the run."""
+    dense_training: ClassVar[str] = ""
+    """Reason for which no matmul of training has an N:M operand although the weights of evaluation
+    are N:M at some time; "": some have."""
+    follows_length: ClassVar[bool] = False
+    """True if every step depends on ``total_steps``, so that a run of another length cannot go on
+    from its checkpoints."""
     needs_whole: bool = False
     """True if ``project`` or ``update_`` depend on rows outside their group (sums over the weight,
     draws by position). FSDP then gathers the weight first."""
@@ -268,7 +274,10 @@ class Method:
         return Projection(None, None)
 
     def project_in_training(self, weight: Tensor, state: LayerState) -> Projection:
-        """Return A(W) of a training forward, as :meth:`project`; called if :attr:`draws_masks`."""
+        """Return A(W) of a training forward, as :meth:`project`.
+
+        Called if :attr:`trains_another_weight` or :attr:`differentiable`.
+        """
         return self.project(weight, state)
 
     def begin_from_mask_(self, state: LayerState) -> None:
@@ -360,6 +369,22 @@ class Method:
                 :meth:`adjust_gradient_`.
         """
 
+    def penalty_gradients(self, weight: Tensor, state: LayerState) -> dict[str, Tensor]:
+        """Return gradients of a penalty on Parameters of the method: name -> its whole gradient.
+
+        Called before each step inside the window, if overridden. They are added to those of the
+        loss, after clipping, as J is applied.
+        """
+        return {}
+
+    def proximal_step(self, weight: Tensor, state: LayerState) -> Tensor:
+        """Return the weight that a step ends with, given the one that the optimizer left.
+
+        Called after each step inside the window, if overridden. ``weight`` is in fp32 or wider, and
+        not written.
+        """
+        return weight
+
     def read_optimizer(self, optimizer: Any) -> None:
         """Read the optimizer state on which the phase depends; called on attach and after steps.
 
@@ -379,3 +404,10 @@ def title(method: Method) -> str:
     n = method.options.n
     m = method.options.m
     return f"{name} {n}:{m}" if method.sparse_row.sparse else name
+
+
+def identity(method: Method) -> str:
+    """Return what must be equal where a run goes on: :func:`title`, and its length if it counts."""
+    if method.follows_length:
+        return f"{title(method)} over {method.schedule.total_steps} steps"
+    return title(method)

@@ -30,7 +30,7 @@ from sparsepretrain.sparsity.engine.steps import (
 from sparsepretrain.sparsity.engine.weights import SparseWeight, is_dtensor
 from sparsepretrain.sparsity.fsdp.rows import Rows
 from sparsepretrain.sparsity.layer_state import LayerState
-from sparsepretrain.sparsity.method import Method, title
+from sparsepretrain.sparsity.method import Method, identity, title
 from sparsepretrain.sparsity.metrics import measure
 from sparsepretrain.sparsity.selection import refuse_sharded
 
@@ -339,8 +339,8 @@ class Sparsifier:
         if not self.method.takes_masks:
             raise ConfigError(
                 f"{self.method.options.name} has no mask that is fixed from the start: use asp "
-                "with at=0, or slope with mask=magnitude, and no window.start; or maskpro, which "
-                "begins from it"
+                "with at=0, or slope with mask=magnitude, and no window.start; or maskllm or "
+                "maskpro, which begin from it"
             )
 
     def detach(self) -> None:
@@ -630,7 +630,7 @@ class Sparsifier:
         """Return counters and the method's scalars; the model's state dict also has them."""
         options = self.method.options
         return {
-            "method": options.name,
+            "method": identity(self.method),
             "pattern": [options.n, options.m],
             "layers": list(self.layers),
             "completed_steps": self.completed_steps,

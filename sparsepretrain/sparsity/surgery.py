@@ -211,10 +211,12 @@ def sparsify_with(
         if layer.weight.requires_grad and state.watched is None:
             state.watched = name, layer
     state.warn_of_remarks()
-    if method.trains == "method":
-        own = {id(p) for operands in state.operands for p in operands.state.parameters()}
+    if method.trains != "model":
+        trained = {id(layer.weight) for layer in layers.values()}
+        if method.trains == "method":
+            trained = {id(p) for operands in state.operands for p in operands.state.parameters()}
         for parameter in model.parameters():
-            parameter.requires_grad_(id(parameter) in own)
+            parameter.requires_grad_(id(parameter) in trained)
     return Sparsifier(state)
 
 

@@ -86,13 +86,15 @@ def matmul_flops(
         step: FLOPs of the whole step.
     """
     method = sparsifier.method
-    row = Row() if method.prunes_at_end else method.sparse_row
+    row = Row() if method.dense_training else method.sparse_row
     policy = SparseMatmulPolicy("auto")
     micro_batches = run.batch.size // run.batch.micro
     dtype = compute_dtype(run.precision)
     # a method that learns from losses compares those of two forwards
     forwards, matmuls = (2, ["fprop"]) if method.follows_policy else (1, [*row.operands])
     counted = MatmulFlops(step, Counter(), Counter(), Counter(), Counter(), [])
+    if method.dense_training:
+        counted.reasons.append(method.dense_training)
     for name, layer in sparsifier.layers.items():
         is_convolution = layer.weight.dim() == 4
         if is_convolution or name not in inputs:  # or a bank of a module of no known class

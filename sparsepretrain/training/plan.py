@@ -74,7 +74,10 @@ def dry_run(run: Run, console: Console) -> None:
     sparsifier = sparsify_model(run, task, model, device)
     coverage = sparsifier.coverage()
     console.info(str(coverage))
-    policy = sparsifier.method.follows_policy
+    method = sparsifier.method
+    policy = method.follows_policy
+    when = ", in evaluation alone" if method.dense_training else ""
+    when = ", after the last step" if method.prunes_at_end else when
     passes = "two forwards without a backward" if policy else "forward and backward"
     micro_batches = run.batch.size // run.batch.micro
     matmuls = matmul_flops(run, sparsifier, inputs, every)
@@ -84,7 +87,7 @@ def dry_run(run: Run, console: Console) -> None:
     entries = coverage.sparse_parameters, parameters - coverage.sparse_parameters
     sparse = entries[0] * sum(each)
     others = entries[1] * sum(other) + averages
-    trained = BytesPerEntry(4, 4, moments(run, sparsifier.method)[1], other.operands)
+    trained = BytesPerEntry(4, 4, moments(run, method)[1], other.operands)
     dense = sum(entries) * sum(trained) + averages + saved
     kept = (each.weight + each.moments + each.masks, other.weight + other.moments)
     stored = averages + sum(n * own for n, own in zip(entries, kept, strict=True))
@@ -100,8 +103,7 @@ def dry_run(run: Run, console: Console) -> None:
         (
             "sparse",
             f"{coverage.sparse_parameters:,} in {len(coverage.layers)} layers, {coverage.title}; "
-            f"matmuls with an N:M operand: {', '.join(coverage.row.sparse) or 'none'}"
-            f"{', after the last step' if sparsifier.method.prunes_at_end else ''}",
+            f"matmuls with an N:M operand: {', '.join(coverage.row.sparse) or 'none'}{when}",
         ),
         (
             f"FLOPs per {task.unit[:-1]}",
@@ -110,7 +112,8 @@ def dry_run(run: Run, console: Console) -> None:
         *matmuls.rows(),
         (
             "memory estimate",
-            f"{size(others + sparse)}: {size(sparse)} sparse weights, {size(others)} others, "
+            f"{size(others + sparse)}: {size(sparse)} sparse weights ({sum(each):.1f} bytes per "
+            f"weight), {size(others)} others, "
             f"with gradients, moments{' and averages' if averages else ''}"
             f"\n{size(saved)} activations per micro-batch ({run.batch.micro})"
             f"\n{(others + sparse + saved) / dense:.3f} of what a dense run needs",
@@ -331,10 +334,11 @@ def bytes_per_entry(run: Run, sparsifier: Sparsifier) -> tuple[BytesPerEntry, By
     """Return bytes per entry of a sparse and of a dense weight, by formula.
 
     Both have 4 bytes of weight, 4 of gradient and the moments; where weights are frozen, gradient
-    and moments are those of the method's Parameters, such as logits. A(W) is stored where it is not
-    W itself, B(W) where it is not A(W), each in the dtype of the matmuls. Masks that some methods
-    keep in addition (1/8 byte each) are left out: less than 1 % of the sum. With Muon dense weights
-    count as those of AdamW, also in blocks.
+    and moments are those of the method's Parameters, such as logits. Numbers that a method keeps
+    per weight count as weights. A(W) is stored where it is not W itself, B(W) where it is not A(W),
+    each in the dtype of the matmuls. Masks that some methods keep in addition (1/8 byte each) are
+    left out: less than 1 % of the sum. With Muon dense weights count as those of AdamW, also in
+    blocks.
     """
     method = sparsifier.method
     width = compute_dtype(run.precision).itemsize
@@ -343,14 +347,21 @@ def bytes_per_entry(run: Run, sparsifier: Sparsifier) -> tuple[BytesPerEntry, By
     in_block, elsewhere = moments(run, method)
     stored = (method.sparse_row.A != W or fp8) + method.sparse_row.has_two_weights()
     operands = stored * (1 if fp8 else width) if stored else cast
+    layers = sparsifier.layers.values()
+    entries = sum(layer.weight.numel() for layer in layers)
+    weight = 4.0
+    for layer in layers:
+        for buffer in layer.sparsity.buffers():
+            if buffer.is_floating_point() and buffer.numel() == layer.weight.numel():
+                weight += buffer.nbytes / entries
+    dense = BytesPerEntry(4, 4, elsewhere, cast)
+    if method.trains != "model":
+        dense = BytesPerEntry(4, 0, 0, cast)
     if method.trains == "method":
-        layers = sparsifier.layers.values()
         learned = sum(p.numel() for layer in layers for p in layer.sparsity.parameters())
-        own = learned / sum(layer.weight.numel() for layer in layers)
-        sparse = BytesPerEntry(4 + 4 * own, 4 * own, in_block * own, operands, 1 / 8)
-        return sparse, BytesPerEntry(4, 0, 0, cast)
-    sparse = BytesPerEntry(4, 4, in_block, operands, 1 / 8)
-    return sparse, BytesPerEntry(4, 4, elsewhere, cast)
+        own = learned / entries
+        return BytesPerEntry(weight + 4 * own, 4 * own, in_block * own, operands, 1 / 8), dense
+    return BytesPerEntry(weight, 4, in_block, operands, 1 / 8), dense
 
 
 def moments(run: Run, method: Method) -> tuple[float, float]:
@@ -379,6 +390,8 @@ def require_a_sparse_step(run: Run) -> None:
         raise error.under("sparsity") from error
     if not method.sparse_row.sparse:
         return  # a dense baseline
+    if method.dense_training and not method.prunes_at_end:
+        return  # evaluation is N:M from the first step on
     schedule = method.schedule
     last = int(min(run.steps, schedule.stop)) - 1
     what = "would train sparse"

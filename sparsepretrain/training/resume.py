@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sparsepretrain import registry
 from sparsepretrain.config import freeze
 from sparsepretrain.config.schema import Run
 from sparsepretrain.console import Console
 from sparsepretrain.errors import CheckpointError
 from sparsepretrain.runs.checkpoint import Checkpoint, newest_valid
 from sparsepretrain.runs.directory import RunDirectory, similar_directory
+from sparsepretrain.sparsity import Method
 
 FIXED = ("model.", "task.", "data.", "sparsity.", "optim.name", "seed", "batch.size")
-"""Keys that must equal the checkpoint's; other differences are logged."""
+"""Keys that must equal the checkpoint's; other differences are logged. Also ``steps``, of methods
+whose every step depends on the length of the run."""
 
 
 def choose_checkpoint(
@@ -51,7 +54,9 @@ def named_checkpoint(run: Run, console: Console) -> Checkpoint | None:
     if (problem := newest.problem()) is not None:
         raise CheckpointError(f"resume={path} is damaged ({problem}): choose another")
     differences = freeze.diff(newest.config(), run)
-    fatal = [d for d in differences if d.startswith(FIXED)]
+    method: type[Method] = registry.get("method", run.sparsity.name)
+    fixed = (*FIXED, "steps:") if method.follows_length else FIXED
+    fatal = [d for d in differences if d.startswith(fixed)]
     if fatal:
         raise CheckpointError(f"resume={path} comes from another configuration: {'; '.join(fatal)}")
     ignored = ("resume", "runs_dir", "tracker.", "probe", "workers", "name", "sparse_matmuls")

@@ -345,6 +345,8 @@ def _summarize(session: Session, directory: RunDirectory, proof: Proof, console:
     rows.append(("target layers", f"{len(session.sparsifier.layers)}: {proof}{beside}"))
     if proof.sparse and session.end > 1 and not any(line.get("sparse") for line in training[:-1]):
         text = "no step trained sparse"
+        if session.sparsifier.method.dense_training:
+            text += f": {session.sparsifier.method.dense_training}"
         if session.sparsifier.method.prunes_at_end:
             text = f"the last step pruned {training[-1]['masked_share']:.1%} of Σ|W|"
         rows.append(("note", text))

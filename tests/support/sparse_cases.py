@@ -43,8 +43,8 @@ VARIANTS = [
     ("cast", {"decay": 0.01, "refresh": 2, "scales": 4}),
     ("ternary", {"n": 1, "m": 8}),
 ]
-LEARNED = [n for n in sp.list_methods() if registry.get("method", n).trains == "method"]
-"""Methods that train masks alone: weights have no gradient, see test_learned_masks.py."""
+LEARNED = [n for n in sp.list_methods() if registry.get("method", n).trains != "model"]
+"""Methods that learn masks of weights that stay as they are, see test_learned_masks.py."""
 TRAINED = [name for name in sp.list_methods() if name not in LEARNED]
 CASES = [(name, {}) for name in TRAINED] + VARIANTS
 CONVOLVED = [case for case in CASES if "convolution" in registry.get("method", case[0]).layer_kinds]

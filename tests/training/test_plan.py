@@ -202,7 +202,8 @@ def test_a_sparse_run_needs_little_more_than_a_dense_one(method, most):
 
 def test_small_runs_have_small_units():
     text = show("model.n_embd=32", "model.n_layer=1", "batch.micro=1")
-    assert re.search(r"estimate +│ [\d.]+ KiB: [\d.]+ KiB sparse weights, [\d.]+ KiB others", text)
+    sparse = r"[\d.]+ KiB sparse weights \([\d.]+ bytes per weight\)"
+    assert re.search(rf"estimate +│ [\d.]+ KiB: {sparse}, [\d.]+ KiB others", text)
     assert re.search(r"[\d.]+ [KM]iB activations per micro-batch \(1\)", text)
     assert "of 16 samples in 16 micro-batches;" in text
     assert "of 16 samples in 1 micro-batch;" in show("batch.micro=16")

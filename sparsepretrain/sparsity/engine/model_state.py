@@ -25,7 +25,7 @@ from sparsepretrain.sparsity.engine.operands import LayerOperands
 from sparsepretrain.sparsity.engine.stored_masks import require_masks
 from sparsepretrain.sparsity.matmuls.fp8 import FP8Precision
 from sparsepretrain.sparsity.matmuls.policy import SparseMatmulPolicy
-from sparsepretrain.sparsity.method import Method, title
+from sparsepretrain.sparsity.method import Method, identity
 
 BUFFERS = ("sparsity_counters", "sparsity_method")
 """Names of the buffers of the root; a root that is made sparse again has more, with a number."""
@@ -82,7 +82,7 @@ class ModelState:
         self.method_buffer = f"{named}{end}"
         size = 2 + len(method.scalars) + 1  # step, compared_at, scalars, checksum
         root.register_buffer(self.buffer, torch.zeros(size, dtype=torch.int64, device=device))
-        root.register_buffer(self.method_buffer, _encoded(title(method)).to(device))
+        root.register_buffer(self.method_buffer, _encoded(identity(method)).to(device))
         self._hooks = [
             root.register_forward_pre_hook(self.before_forward),
             root.register_load_state_dict_pre_hook(self.before_load),
@@ -215,7 +215,7 @@ class ModelState:
         """Write the buffer of the method's title once it has left the meta device."""
         codes = self.root.get_buffer(self.method_buffer)
         if self.left_meta and not codes.is_meta:
-            codes.copy_(_encoded(title(self.method)))
+            codes.copy_(_encoded(identity(self.method)))
             self.left_meta = False
 
     def _values(self) -> list[int]:
@@ -225,7 +225,7 @@ class ModelState:
 
     def before_load(self, module: nn.Module, state_dict: Any, prefix: str, *args: Any) -> None:
         """Refuse the state of another method, and add the counters that a dense one lacks."""
-        this = _decoded(_encoded(title(self.method)))  # a long name of a plug-in is cut
+        this = _decoded(_encoded(identity(self.method)))  # a long name of a plug-in is cut
         stored = state_dict.get(prefix + self.method_buffer)
         # A model that left the meta device may pass its own buffer, which has no values yet.
         named = stored is not None and not (stored.is_meta or self.left_meta)
@@ -233,6 +233,7 @@ class ModelState:
             raise ConfigError(
                 f"the state dict is of a model with {other}, this one has {this}: call sparsify "
                 "with the method, n and m of the checkpoint"
+                f"{', and its total_steps' if self.method.follows_length else ''}"
             )
         buffer = self.root.get_buffer(self.buffer)
         if not buffer.is_meta:
@@ -316,6 +317,7 @@ class ModelState:
         """True if evaluation uses the final pattern of the method, not an earlier one."""
         phase = self.method.phase
         reached = phase.row.A.pattern == self.method.sparse_row.A.pattern
+        reached |= self.method.trains_another_weight  # training has weights of its own
         # STEP evaluates N:M weights while it still trains dense ones
         return phase.evaluation and (reached or not phase.training)
 

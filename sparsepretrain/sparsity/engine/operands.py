@@ -159,7 +159,7 @@ class LayerOperands:
             if weight.is_cpu:  # kernels read it through NumPy, and FSDP could not free it any more
                 weight = weight.clone()
         state = self.rows.whole_state(self.state)
-        forward, _, backward, _ = self.method.project(widen(weight), state)
+        forward, _, backward, _ = self.method.project_in_training(widen(weight), state)
         assert forward is not None, "a differentiable method returns A"
         a = self._transposed(forward.detach())
         b = None if backward is None else self._transposed(backward.detach())
@@ -172,7 +172,7 @@ class LayerOperands:
         """
         method = self.method
         matmuls = self.matmuls
-        same_weight = not (method.differentiable or method.draws_masks)
+        same_weight = not (method.differentiable or method.trains_another_weight)
         same_form = not matmuls.packs and matmuls.precision is None
         same_phase = method.phase.training == method.phase.evaluation
         return training or (same_phase and same_form and same_weight)
@@ -194,7 +194,7 @@ class LayerOperands:
         master = widen(self.rows.local(weight).detach())
         group = self._group(updating=False)
         method = self.method
-        draws = training and method.draws_masks
+        draws = training and method.trains_another_weight
         project = method.project_in_training if draws else method.project
         return self.rows.apply(project, master, self.state, group)
 
@@ -227,6 +227,13 @@ class LayerOperands:
         """Call ``update_`` of the method with the current weight."""
         master = widen(self.rows.local(weight).detach())
         self.rows.apply(self.method.update_, master, self.state, self._group(updating=True))
+
+    @torch.no_grad()
+    def take_proximal_step(self, weight: Tensor) -> None:
+        """Call ``proximal_step`` of the method, and write its result into the weight."""
+        own = self.rows.local(weight).detach()
+        group = self._group(updating=False)
+        own.copy_(self.rows.apply(self.method.proximal_step, widen(own), self.state, group))
 
     def note_source(self, weight: Tensor) -> None:
         """Remember some values of the weight that the method's tensors belong to."""
@@ -381,7 +388,8 @@ class LayerOperands:
                 b = self._transposed(backward)
                 operands = matmuls.prepare(a, b, scale, dtype, old)
         if self.stored_dtype == dtype and not torch.compiler.is_compiling():
-            if training and not self.method.draws_masks:  # flips compare those of evaluation
+            # flips compare masks of evaluation
+            if training and not self.method.trains_another_weight:
                 if mask is not None and mask.dtype == torch.bool:
                     mask = pack_rows(mask)
                 self._kept_mask = mask
@@ -448,7 +456,7 @@ class LayerOperands:
         """Return what FSDP gathers for forwards in this mode."""
         if not self._projects(training) or self._differentiates(training):
             return "W"
-        return "drawn A" if training and self.method.draws_masks else "A"
+        return "drawn A" if training and self.method.trains_another_weight else "A"
 
     def is_stale(self, training: bool) -> bool:
         """Return True if FSDP has to gather again before a forward in this mode."""

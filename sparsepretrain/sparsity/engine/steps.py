@@ -6,7 +6,7 @@ import functools
 import math
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
-from sparsepretrain.kernels import pack_rows, packed_flip_count, packed_flip_counts, unpacked
+from sparsepretrain.kernels import (
+    pack_rows,
+    packed_flip_count,
+    packed_flip_counts,
+    unpacked,
+    widen,
+)
 from sparsepretrain.optim._initialization import creates_state, forget_step
 from sparsepretrain.sparsity.engine.attachments import frames_to_the_caller, read_together
 from sparsepretrain.sparsity.engine.model_state import ModelState
@@ -191,17 +197,19 @@ class Steps:
         method = self.state.method
         if method.follows_policy:
             require_policy(method, self.layers)
-        if not _adjusts(method):
-            return
-        on_gradient = method.phase.row.J != DW
-        guides = _guides(method)
-        guided: dict[Tensor, Tensor] = {}
         # fused optimizers unscale inside their kernel, so the decay has to be scaled too
         scale = getattr(optimizer, "grad_scale", None)
         scale = 1.0 if scale is None else scale  # a tensor: each product is a launch
         negates = getattr(optimizer, "maximize", False)  # where groups do not have it
         groups = [g for g in optimizer.param_groups if g.get("maximize", negates)]
         negated = {id(parameter) for group in groups for parameter in group["params"]}
+        if _overrides(method, "penalty_gradients") and method.phase.training:
+            self._add_penalties(scale, negated)
+        if not _adjusts(method):
+            return
+        on_gradient = method.phase.row.J != DW
+        guides = _guides(method)
+        guided: dict[Tensor, Tensor] = {}
         for name, layer in self.layers.items():
             operands = layer.operands
             weight = operands.rows.local(layer.weight)
@@ -228,6 +236,31 @@ class Steps:
                 warn_if_decay_is_lost(name, before, grad, weight, mask)
         if guided:
             method.guide_optimizer(optimizer, guided)
+
+    def _add_penalties(self, scale: Any, negated: Collection[int]) -> None:
+        """Add the gradients of penalties to those of the method's Parameters.
+
+        Args:
+            scale: loss scale that the gradients still contain.
+            negated: ids of Parameters whose gradients the optimizer subtracts (``maximize``).
+        """
+        for layer in self.layers.values():
+            rows = layer.operands.rows
+            # a penalty couples a Parameter and the weight, which FSDP shards by rows of their own
+            weight = rows.gather(widen(rows.local(layer.weight).detach()))
+            state = rows.whole_state(layer.sparsity)
+            for name, gradient in self.state.method.penalty_gradients(weight, state).items():
+                parameter = getattr(layer.sparsity, name)
+                if parameter.grad is not None:  # the layer took part in this step
+                    factor = -scale if id(parameter) in negated else scale
+                    own = rows.shard_like(gradient, parameter)
+                    parameter.grad.add_((own * factor).to(parameter.grad.dtype))
+
+    def _take_proximal_steps(self) -> None:
+        """Write the weights that the method makes of those that the optimizer left."""
+        for layer in self.layers.values():
+            if layer.operands.rows.gradient(layer.weight) is not None:
+                layer.operands.take_proximal_step(layer.weight)
 
     @torch.no_grad()
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -265,6 +298,8 @@ class Steps:
                 rows = self.layers[name].operands.rows
                 rate = rates[id(rows.parameter(weight))]
                 method.adjust_weight_(rows.local(weight), mask, float(rate))
+        if _overrides(method, "proximal_step") and method.phase.training:
+            self._take_proximal_steps()
         # The order matters: the phase of the next step says which operands are made, FSDP has to
         # drop those of the old weights first, and comparing masks reuses those of the projection.
         state.advance_to(state.step + 1)
@@ -480,12 +515,17 @@ def _adjusts(method: Method) -> bool:
 
 def _changes_weights(method: Method) -> bool:
     """Return True if the method changes weights after the update."""
-    return type(method).adjust_weight_ is not Method.adjust_weight_
+    return _overrides(method, "adjust_weight_")
 
 
 def _guides(method: Method) -> bool:
     """Return True if the method has an optimizer that wants to know its masks."""
-    return type(method).guide_optimizer is not Method.guide_optimizer
+    return _overrides(method, "guide_optimizer")
+
+
+def _overrides(method: Method, name: str) -> bool:
+    """Return True if the method has a function of its own for a hook of :class:`Method`."""
+    return getattr(type(method), name) is not getattr(Method, name)
 
 
 def warn_if_decay_is_lost(

@@ -45,6 +45,10 @@ class Rows:
         """Return this rank's rows of a Parameter of the method."""
         return parameter
 
+    def shard_like(self, whole: Tensor, parameter: Tensor) -> Tensor:
+        """Return a whole tensor, equal on all ranks, sharded as a Parameter of the method."""
+        return whole
+
     def wrap(self, rows: Tensor) -> Tensor:
         """Return rows as state dicts have them: a DTensor if they are sharded."""
         return rows

@@ -165,6 +165,9 @@ class ShardedRows(Rows):
     def own_part(self, parameter: Tensor) -> Tensor:
         return plain(parameter)
 
+    def shard_like(self, whole: Tensor, parameter: Tensor) -> Tensor:
+        return part_of(whole, parameter)
+
     def _matrix(self, local: Tensor) -> Tensor:
         return local.view(-1, local.shape[-1]) if self._is_bank else local
 

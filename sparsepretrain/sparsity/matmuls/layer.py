@@ -51,9 +51,8 @@ class LayerMatmuls:
         if policy is None:
             return
         self.reasons = policy.reasons(method.sparse_row, size, self.base)
-        if method.prunes_at_end:
-            late = "weights are dense until the last step"
-            self.reasons = {name: why or late for name, why in self.reasons.items()}
+        if dense := method.dense_training:
+            self.reasons = {name: why or dense for name, why in self.reasons.items()}
         if sharded:
             self.reasons = {k: why or "its weight is sharded" for k, why in self.reasons.items()}
         if policy.name != "auto":

@@ -61,6 +61,8 @@ class CAST(LayerMask):
     differentiable = True
     optimizer_class = AdamS
     prunes_at_end = True
+    dense_training = "weights are dense until the last step"
+    follows_length = True
 
     def __init__(self, options: CASTOptions, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)

@@ -60,7 +60,7 @@ class MaskPro(LayerMask):
     finetuning = FineTuning("asp")
     mask_rule = "other"
     trains = "method"
-    draws_masks = True
+    trains_another_weight = True
     follows_policy = True
     needs_whole = True  # draws by position
 
@@ -88,7 +88,7 @@ class MaskPro(LayerMask):
         state.logits.copy_(kernels.unpacked(state.mask, state.shape) * self.options.logit)
 
     def project(self, weight: Tensor, state: LayerState) -> Projection:
-        scores = _grouped(state.logits.detach(), self.options.m, state.dim)
+        scores = grouped(state.logits.detach(), self.options.m, state.dim)
         mask = self._mask_of(scores, state.dim)
         return Projection(kernels.apply_mask(weight, mask), mask)
 
@@ -100,7 +100,7 @@ class MaskPro(LayerMask):
         return Projection(kernels.apply_mask(weight, mask), mask)
 
     def policy_gradient(self, logits: Tensor, state: LayerState, difference: Tensor) -> Tensor:
-        remaining = _grouped(logits, self.options.m, state.dim).clone()
+        remaining = grouped(logits, self.options.m, state.dim).clone()
         order = _largest(self._perturbed(logits, state), self.options.n)
         gradient = torch.zeros_like(remaining)
         for chosen in order.split(1, -1):  # softmax over what is left, in the order of the draws
@@ -109,29 +109,28 @@ class MaskPro(LayerMask):
             remaining.scatter_(-1, chosen, -torch.inf)
         gradient *= difference - state.tracker
         state.tracker.lerp_(difference, 1 - self.options.smoothing)
-        return _ungrouped(gradient, state.dim)
+        return ungrouped(gradient, state.dim)
 
     def _perturbed(self, logits: Tensor, state: LayerState) -> Tensor:
         """Return logits plus Gumbel noise: their N largest, in order, are N draws."""
-        uniform = kernels.uniform_like(logits, state.key(FPROP), state.dim)
-        # the middles of the cells of the grid of draws, which begins at 0
-        noise = -torch.log(-torch.log(uniform.double() + 2.0**-25))
-        return _grouped(logits.double() + noise, self.options.m, state.dim)
+        noise = kernels.gumbel_like(logits, state.key(FPROP), state.dim)
+        return grouped(logits.double() + noise, self.options.m, state.dim)
 
     def _mask_of(self, scores: Tensor, dim: int) -> Tensor:
         """Return the mask of the N largest scores of each group."""
         kept = torch.zeros_like(scores, dtype=torch.bool)
         kept.scatter_(-1, _largest(scores, self.options.n), True)
-        return _ungrouped(kept, dim)
+        return ungrouped(kept, dim)
 
 
-def _grouped(x: Tensor, m: int, dim: int) -> Tensor:
-    """Return (…, groups, M), the groups along an axis."""
+def grouped(x: Tensor, m: int, dim: int) -> Tensor:
+    """Return (…, groups, M), the groups along an axis; the other axes keep their order."""
     last = x.movedim(dim, -1)
     return last.reshape(*last.shape[:-1], -1, m)
 
 
-def _ungrouped(groups: Tensor, dim: int) -> Tensor:
+def ungrouped(groups: Tensor, dim: int) -> Tensor:
+    """Return groups (…, groups, M) as the tensor whose axis they divide."""
     return groups.flatten(-2).movedim(-1, dim).contiguous()
 
 
