@@ -61,6 +61,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "cast": [{"decay": 0.02}],
     "ternary": [{}, {"experts": 2}],
     "maskpro": [{"logit": 1.0}, {"logit": 1.0, "n": 3, "m": 8}],
+    "maskllm": [{"penalty": 0.01}, {"n": 1, "prior": 0.0}],
+    "proxsparse": [{}],
 }
 """Options that 50 losses tell apart from the others; AdamW hides ``ste_scale``, a factor of dW.
 

@@ -39,6 +39,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "ast": ("sparsity.refresh=2", "sparsity.decay=0.1"),
     "ast branch": ("sparsity.refresh=3", "sparsity.slorb=4"),
     "maskpro": ("sparsity.logit=1", "optim.lr=0.1"),
+    "maskllm": ("sparsity.penalty=0.01", "optim.lr=0.05"),
+    "proxsparse": ("optim.lr=1e-2",),
     "ternary": (),
     # the learning rate is one that can train weights to zero in so few steps
     "cast": ("sparsity.refresh=2", "sparsity.decay=0.01", "optim.lr=1e-2"),

@@ -49,7 +49,7 @@ def through_disk(state, weights_only=True):
 
 
 def gradients(model):
-    return {k: p.grad.clone() for k, p in model.named_parameters()}
+    return {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
 
 
 def said(recwarn):

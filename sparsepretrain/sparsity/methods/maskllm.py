@@ -136,6 +136,8 @@ class MaskLLM(LayerMask):
         return Projection(self._soft_mask(state.gates, state) * weight, None)
 
     def penalty_gradients(self, weight: Tensor, state: LayerState) -> dict[str, Tensor]:
+        if not self.options.penalty:
+            return {}
         gates = state.gates.detach().requires_grad_()
         with torch.enable_grad():
             kept = (self._soft_mask(gates, state) * weight).square().sum()

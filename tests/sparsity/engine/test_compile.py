@@ -12,6 +12,8 @@ from support.sparse_cases import TRAINED, build, sparsify
 CASES = [
     *((name, {"mvue": "none"} if name == "tsrste" else {}) for name in TRAINED),
     ("slope", {"mask": "random"}),  # drawn once
+    ("maskllm", {}),
+    ("proxsparse", {}),
 ]
 FAST = ("dense", "srste", "sste", "bimask", "cast")  # one of each kind of operands
 OPTIONS = [

@@ -11,10 +11,10 @@ FP64 = 1e-12
 
 METHODS = [{"name": name} for name in VARIANTS]
 KINDS = {
-    "conv1d": "sste tsrste bimask slope step ast cast ternary maskpro",
-    "conv2d": "sste srste tsrste bimask asp ast maskpro",
-    "bank": "ste srste sste tsrste step asp ast cast ternary maskpro",
-    "bank_in_out": "srste sste tsrste step asp maskpro",
+    "conv1d": "sste tsrste bimask slope step ast cast ternary maskpro maskllm proxsparse",
+    "conv2d": "sste srste tsrste bimask asp ast maskpro maskllm proxsparse",
+    "bank": "ste srste sste tsrste step asp ast cast ternary maskpro maskllm proxsparse",
+    "bank_in_out": "srste sste tsrste step asp maskpro maskllm proxsparse",
 }
 STORAGES = [
     *({"name": n, "kind": kind} for kind, names in KINDS.items() for n in names.split()),
@@ -27,11 +27,15 @@ WAYS = [
     {"name": "asp", "kind": "conv1d", "inner": 36},
     # the operand of evaluation is another one while STEP trains dense
     *({"name": "step", "evaluates": True, "reshard": again} for again in (True, False, None)),
-    *({"name": n, "evaluates": True, "reshard": False} for n in ("bimask", "cast", "maskpro")),
+    *(
+        {"name": n, "evaluates": True, "reshard": False}
+        for n in ("bimask", "cast", "maskpro", "maskllm", "proxsparse")
+    ),
     {"name": "sste", "counted": True, "fused": False},
 ]
 UNEVEN = [
     *({"name": n} for n in ("sste", "tsrste", "bimask", "slope", "step", "sste weight", "cast")),
+    *({"name": n} for n in ("maskllm", "proxsparse")),
     {"name": "asp", "kind": "conv1d"},
     {"name": "tsrste", "kind": "conv2d"},
     {"name": "srste", "inner": 4},  # 2, 2 and no rows
