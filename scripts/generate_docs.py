@@ -152,8 +152,9 @@ def overview(_: str, path: Path) -> str:
         links = ", ".join(f"[{number}](https://arxiv.org/abs/{number})" for number in papers)
         shown = f"[`{name}`]({page})" + (f" ({links})" if links else "")
         cells = sparse_operands(typical_row(name, method))
-        if method.prunes_at_end:
-            cells = ["weight, at the end" if cell == "weight" else cell for cell in cells]
+        if method.dense_training:
+            when = "at the end" if method.prunes_at_end else "in evaluation"
+            cells = [f"weight, {when}" if cell == "weight" else cell for cell in cells]
         rows.append([shown, *cells, purpose])
     heads = ["method (paper)", "forward", "input gradient", "weight gradient", "when to use it"]
     return table(heads, rows)
