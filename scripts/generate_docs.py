@@ -2,7 +2,7 @@
 
 A table stands between ``<!-- generated: TABLE ARGUMENT -->`` and ``<!-- end -->``. It is made from
 the registry, the option dataclasses, the YAML files, ``benchmarks/results`` and the records of
-``docs/tables``, so that a name, a default or a measured number is written down once.
+``results``, so that a name, a default or a measured number is written down once.
 
     python scripts/generate_docs.py           rewrite stale tables, print the files
     python scripts/generate_docs.py --check   rewrite nothing; exit code 1 if a table is stale
@@ -11,9 +11,11 @@ the registry, the option dataclasses, the YAML files, ``benchmarks/results`` and
 from __future__ import annotations
 
 import ast
+import csv
 import dataclasses
 import functools
 import inspect
+import io
 import itertools
 import json
 import os
@@ -23,7 +25,7 @@ import textwrap
 import types
 import typing
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -49,7 +51,8 @@ PAGES = ROOT / "docs" / "methods"
 MEASURED = ROOT / "benchmarks" / "results" / "cpu.json"
 DOCUMENTS = ROOT / "benchmarks" / "results" / "documents.json"
 TRANSPOSABLE = ROOT / "benchmarks" / "results" / "transposable.json"
-RECORDS = ROOT / "docs" / "tables" / "records"
+RECORDS = ROOT / "results" / "records"
+CELLS = ROOT / "results" / "cells.csv"
 RELIABILITY = ROOT / "docs" / "reliability.json"
 
 OPERAND_NAMES = {"X": "input", "G": "output gradient"}
@@ -75,8 +78,9 @@ class Key(NamedTuple):
 
 
 def documents() -> list[Path]:
-    """Return the Markdown files at the root and below ``docs``."""
-    return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+    """Return the Markdown files at the root, below ``docs`` and in ``results``."""
+    folders = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "results").glob("*.md")]
+    return sorted([*ROOT.glob("*.md"), *folders])
 
 
 def render(text: str, path: Path) -> str:
@@ -100,6 +104,11 @@ def main(arguments: list[str]) -> int:
             stale.append(path)
             if "--check" not in arguments:
                 path.write_text(new, encoding="utf-8")
+    cells = cells_of(records())
+    if not CELLS.is_file() or CELLS.read_text(encoding="utf-8") != cells:
+        stale.append(CELLS)
+        if "--check" not in arguments:
+            CELLS.write_text(cells, encoding="utf-8")
     for path in stale:
         print(path.relative_to(ROOT))
     return 1 if stale and "--check" in arguments else 0
@@ -442,6 +451,34 @@ def records() -> dict[str, TableResults]:
     """Return name -> committed results of each table."""
     files = sorted(RECORDS.glob("*.json.gz"))
     return {file.name.partition(".")[0]: recorded(file) for file in files}
+
+
+def cells_of(tables: Mapping[str, TableResults]) -> str:
+    """Return a CSV with a line per metric of each finished cell of the committed tables."""
+    head = (
+        "table,row,column,seed,method,pattern,model,task,data,metric,value,steps,items,flops,"
+        "matmuls_24,parameters,nonzero,seconds,date,commit,hardware"
+    )
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(head.split(","))
+    for name, found in tables.items():
+        for cell in [] if found.parts else found.cells:
+            if cell.state != "finished":
+                continue
+            run = json.loads(found.configs[cell.config])
+            sparsity, model = run["sparsity"], run["model"]["name"]
+            # dense runs have none, also where they were pruned afterwards: the row says it
+            is_dense = sparsity["name"] == "dense"
+            pattern = "" if is_dense else f"{sparsity['n']}:{sparsity['m']}"
+            about = (name, cell.row, cell.column, cell.seed, sparsity["name"], pattern, model)
+            cost = (cell.steps, f"{cell.tokens:.0f}", cell.flops, cell.sparse_matmuls)
+            size = (cell.parameters or None, cell.nonzero or None)
+            place = (f"{cell.seconds:.1f}", cell.date, cell.commit[:12], cell.hardware)
+            for metric, value in cell.metrics.items():
+                number = (run["task"]["name"], run["data"]["name"], metric, value)
+                writer.writerow([*about, *number, *cost, *size, *place])
+    return out.getvalue()
 
 
 def page(name: str, path: Path) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import typing
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from sparsepretrain.reports.differences import ALPHA, SEEDS, Difference
 from sparsepretrain.reports.page import Page, markdown_table
 from sparsepretrain.studies import claims, figures, scaling, tables
 from sparsepretrain.studies.cells import seeds_text
-from sparsepretrain.studies.claims import Ruling, judge
+from sparsepretrain.studies.claims import Ruling, Verdict, judge
 from sparsepretrain.studies.ran import what_ran
 from sparsepretrain.studies.results import SHARED, CellResult, TableResults, chosen, means
 from sparsepretrain.studies.tables import (
@@ -52,16 +53,15 @@ def render(results: TableResults, definitions: Mapping[str, Table]) -> Page:
         _section(page, results, table, "##")
         return page
     page.lines += [f"{note}\n" for note in table.notes]
-    summary = len(page.lines)
-    for part in results.all():
-        part, own = scaled(part, definitions[part.name])
-        page.lines += ["", f"## {own.title}", ""]
-        _section(page, part, own, "###")
     rulings = [pair for part in results.all() for pair in judged(part, definitions[part.name])]
     rows = [(claim.text, f"**{ruling.verdict}**") for claim, ruling in rulings]
     header, shown = _with_holm(("claim", "verdict"), rows, [ruling for _, ruling in rulings])
     explained = ["", HOLM.format(scope="page")] if len(header) > 2 else []
-    page.lines[summary:summary] = [*markdown_table(header, shown), *explained]
+    page.lines += [*answer(rulings), *markdown_table(header, shown), *explained]
+    for part in results.all():
+        part, own = scaled(part, definitions[part.name])
+        page.lines += ["", f"## {own.title}", ""]
+        _section(page, part, own, "###")
     return page
 
 
@@ -86,9 +86,30 @@ def judged(results: TableResults, table: Table) -> list[tuple[tables.Claim, Ruli
     return rulings
 
 
+def answer(rulings: Sequence[tuple[tables.Claim, Ruling]]) -> list[str]:
+    """Return the verdicts in one paragraph, by the words of the claims if there are few."""
+    by_verdict: dict[str, list[str]] = {}
+    for claim, ruling in rulings:
+        by_verdict.setdefault(ruling.verdict, []).append(claim.text)
+    if not by_verdict:
+        return []
+    words = []
+    for verdict in typing.get_args(Verdict):
+        texts = by_verdict.get(verdict, [])
+        if texts and len(rulings) <= FEW_CLAIMS:
+            words.append(f"{_capital(verdict)}: {'; '.join(texts)}.")
+        elif texts:
+            words.append(f"{len(texts)} {verdict}")
+    if len(rulings) <= FEW_CLAIMS:
+        return [" ".join(words), ""]
+    return [f"Of {len(rulings)} claims: {', '.join(words)}.", ""]
+
+
 def _section(page: Page, results: TableResults, table: Table, mark: str) -> None:
-    page.lines += [*_head(results, table), ""]
     scale = results.scale
+    if mark == "##":
+        page.lines += answer(judged(results, table) if scale is not None else [])
+    page.lines += [*_head(results, table), ""]
     if scale is None:
         page.lines += [
             "Measured by scripts of a checkout, on a GPU:",
@@ -100,13 +121,14 @@ def _section(page: Page, results: TableResults, table: Table, mark: str) -> None
         _measured(page, results, table, mark)
     if notes := [*table.notes, *(p.note for p in table.published if p.note)]:
         page.lines += [f"{mark} Limits", "", *(f"- {note}" for note in notes), ""]
+    if scale is not None:
+        _ran(page, results, table, mark)
 
 
 def _measured(page: Page, results: TableResults, table: Table, mark: str) -> None:
-    if ran := what_ran(results):
-        page.lines += [f"{mark} What ran", "", *markdown_table(("setting", "value"), ran), ""]
-    if results.tuning:
-        page.lines += [f"{mark} Tuning", "", *_tuned(results, table), ""]
+    """Add numbers, verdicts and figures."""
+    for key, metric in table.metrics.items():
+        page.lines += [f"{mark} {_capital(metric.label)}", "", *_numbers(results, table, key), ""]
     rulings = judged(results, table)
     testable = [r for _, r in rulings if r.verdict != "not testable at this scale"]
     if testable and not any(d.n for ruling in testable for d in ruling.differences):
@@ -116,10 +138,16 @@ def _measured(page: Page, results: TableResults, table: Table, mark: str) -> Non
     for name, (figure, caption) in figures.of_table(results, table).items():
         page.figures[f"{results.name}-{name}.png"] = figure
         page.lines += [f"![{caption}]({results.name}-{name}.png)", ""]
-    for key, metric in table.metrics.items():
-        page.lines += [f"{mark} {_capital(metric.label)}", "", *_numbers(results, table, key), ""]
     if table.scaling:
         page.lines += [f"{mark} Scaling law", "", *scaling.section(results, table), ""]
+
+
+def _ran(page: Page, results: TableResults, table: Table, mark: str) -> None:
+    """Add settings, tuning, pairing and the runs."""
+    if ran := what_ran(results):
+        page.lines += [f"{mark} What ran", "", *markdown_table(("setting", "value"), ran), ""]
+    if results.tuning:
+        page.lines += [f"{mark} Tuning", "", *_tuned(results, table), ""]
     page.lines += [f"{mark} Pairing", "", *_pairing(results), ""]
     if table.settings:
         at_paper = results.scale == "paper"
@@ -296,7 +324,7 @@ def _tuned(results: TableResults, table: Table) -> list[str]:
     number = len(tune.settings(next(iter(table.rows))))
     text = (
         f"{number} settings per row, each run with {seeds}; the best {chosen_by} chose. The "
-        "verdicts below use other seeds. At an end: chosen values that are the smallest or largest "
+        "verdicts use other seeds. At an end: chosen values that are the smallest or largest "
         "tried; a wider grid may be better."
     )
     numbers = ("mean", "means of the others") if several else ("value", "values of the others")

@@ -160,7 +160,7 @@ def test_holm_steps_down():
     assert math.isnan(holm([*rulings, left_out])[5])
 
 
-RECORDS = ROOT / "docs/tables/records"
+RECORDS = ROOT / "results/records"
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from sparsepretrain.studies.table_page import render
 from sparsepretrain.studies.tables import Metric, Table, load_table
 from support import ROOT
 
-RECORDS = sorted((ROOT / "docs/tables/records").glob("*.json.gz"))
+RECORDS = sorted((ROOT / "results/records").glob("*.json.gz"))
 
 PUBLISHED = {"paper": "S-STE", "table": "Table 4 (partly)", "metric": "loss"}
 PUBLISHED["rows"] = {"dense": {"method": "dense"}, "sste": {"method": "S-STE"}}

@@ -16,8 +16,8 @@ METHODS = list(registry.built_in("method"))
 PAGES = ROOT / "docs" / "methods"
 SECTIONS = "equations sources options where-paper-and-code-differ published-settings use costs"
 SECTIONS = (*SECTIONS.split(), "pitfalls")
-GUIDES = [file for file in DOCUMENTS if file.parent in (ROOT / "docs", PAGES)]
-GUIDES = [file for file in GUIDES if file.name not in ("benchmarks.md", "kernels.md")]
+OWN_PAGES = {"README", "figures", "recipes"}
+"""Pages of results that are of no table."""
 each_document = pytest.mark.parametrize("file", DOCUMENTS, ids=lambda f: str(f.relative_to(ROOT)))
 each_method = pytest.mark.parametrize("method", METHODS)
 
@@ -76,12 +76,6 @@ def test_the_readme_lists_a_method_with_its_paper_and_purpose(method):
     assert len(row.split("|")) == 6 and generator.purpose_of_methods()[method] in row
     papers = re.findall(r"arXiv:([\d.]+)", registry.get("method", method).paper)
     assert all(f"https://arxiv.org/abs/{paper}" in row for paper in papers)
-
-
-@pytest.mark.parametrize("file", GUIDES, ids=lambda f: str(f.relative_to(ROOT)))
-def test_a_page_starts_with_its_use(file):
-    heading, empty, text = file.read_text(encoding="utf-8").split("\n", 2)
-    assert heading.startswith("# ") and not empty and text.startswith("Use this page to ")
 
 
 @each_document
@@ -157,7 +151,7 @@ def test_the_readme_lists_every_extra():
 
 
 def test_tables_that_decide_nothing_have_a_line_instead_of_a_page():
-    pages = {file.stem for file in generator.RECORDS.parent.glob("*.md")} - {"recipes"}
+    pages = {file.stem for file in generator.RECORDS.parent.glob("*.md")} - OWN_PAGES
     records = generator.records()
     assert pages == {name for name, found in records.items() if generator.has_page(found)}
     lines = (generator.RECORDS.parent / "recipes.md").read_text(encoding="utf-8").splitlines()
@@ -168,5 +162,5 @@ def test_tables_that_decide_nothing_have_a_line_instead_of_a_page():
 def test_no_page_of_small_runs_prints_published_numbers():
     for file in generator.RECORDS.parent.glob("*.md"):
         text = file.read_text(encoding="utf-8")
-        assert "scale nano" in text or file.stem in ("recipes", "claims_small")
+        assert "scale nano" in text or file.stem in OWN_PAGES | {"claims_small"}
         assert "| published |" not in text and "⚠" not in text and "second-hand" not in text

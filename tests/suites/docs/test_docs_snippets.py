@@ -21,7 +21,8 @@ from sparsepretrain.training import derive
 from support.doc_pages import DOCUMENTS, ROOT, blocks
 
 # tables list commands of full runs; tests/reports renders their pages
-SHELL = [b for f in DOCUMENTS if f.parent.name != "tables" for b in blocks(f, "sh")]
+OF_TABLES = {file for file in DOCUMENTS if (ROOT / "configs/table" / f"{file.stem}.yaml").is_file()}
+SHELL = [b for f in DOCUMENTS if f not in OF_TABLES for b in blocks(f, "sh")]
 HOSTS = ROOT / "docs/hosts.md"
 PYTHON = [b for f in DOCUMENTS if f != HOSTS for b in blocks(f, "python")]
 RUN = ("train", "eval", "prepare", "methods", "configs", "report")
