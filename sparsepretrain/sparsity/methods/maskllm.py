@@ -14,11 +14,14 @@ from torch.nn import Parameter
 from sparsepretrain import kernels
 from sparsepretrain.errors import ConfigError, Problems
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity import MethodOptions, Operand, Phase, Projection, Row
+from sparsepretrain.sparsity import Operand, Phase, Projection, Row
 from sparsepretrain.sparsity.layer_state import LayerState
-from sparsepretrain.sparsity.method import FineTuning
-from sparsepretrain.sparsity.methods.asp import LayerMask
-from sparsepretrain.sparsity.methods.maskpro import grouped, ungrouped
+from sparsepretrain.sparsity.methods.maskpro import (
+    LearnedMask,
+    LearnedMaskOptions,
+    grouped,
+    ungrouped,
+)
 from sparsepretrain.sparsity.operand_table import DGRAD, FPROP
 
 CANDIDATES = 70
@@ -26,11 +29,9 @@ CANDIDATES = 70
 
 
 @dataclass(slots=True, kw_only=True)
-class MaskLLMOptions(MethodOptions):
+class MaskLLMOptions(LearnedMaskOptions):
     """Options of MaskLLM; a schedule is linear in completed steps over all steps of the run."""
 
-    targets: str | list[str] = "all"
-    """Layers, see :class:`MethodOptions`; all linear layers of the blocks get masks."""
     temperature: Annotated[float, "> 0"] = 4.0
     """τ of the softmax at the first step."""
     temperature_end: Annotated[float, "> 0"] = 0.05
@@ -47,16 +48,14 @@ class MaskLLMOptions(MethodOptions):
     """λ at the first step, of the reward for large kept weights; it falls to 0."""
 
     def problems(self) -> Problems:
-        yield from MethodOptions.problems(self)
-        if self.window.start > 0 or self.window.stop < 1:
-            yield "window", "must be the whole run: without masks there is nothing to learn"
+        yield from LearnedMaskOptions.problems(self)
         if 1 <= self.n <= self.m and (count := math.comb(self.m, self.n)) > CANDIDATES:
             text = f"gives {count:,} masks per group with n={self.n}, each with a gate; expected at"
             yield "m", f"{text} most {CANDIDATES}: use maskpro, which has M logits per group"
 
 
 @register("method", "maskllm")
-class MaskLLM(LayerMask):
+class MaskLLM(LearnedMask):
     """Each of the C(M, N) masks of a group has a gate g; training multiplies by a mean of masks.
 
     MaskLLM (arXiv:2409.17481). With Gumbel noise ε, drawn once per step:
@@ -74,14 +73,9 @@ class MaskLLM(LayerMask):
     options: MaskLLMOptions
     summary = "frozen weights; learned gates of all masks of a group, mixed by a Gumbel softmax"
     paper = "arXiv:2409.17481 (NeurIPS 2024)"
-    finetuning = FineTuning("asp")
-    mask_rule = "other"
-    trains = "method"
     differentiable = True
-    trains_another_weight = True
     dense_training = "training multiplies by means of masks"
     follows_length = True
-    needs_whole = True  # draws by position
 
     def __init__(self, options: MaskLLMOptions, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
@@ -94,20 +88,8 @@ class MaskLLM(LayerMask):
         self._masks.scatter_(1, torch.tensor(kept), 1.0)
         self._copies = {self._masks.device: self._masks}
 
-    @property
-    def sparse_row(self) -> Row:
-        return Row(self.nm("M∘W"))
-
     def phase_of(self, step: int) -> Phase:
         return super().phase_of(step)._replace(row=Row(A=Operand("soft M∘W")))
-
-    @property
-    def reads_initial_weights(self) -> bool:
-        return True
-
-    @property
-    def takes_masks(self) -> bool:
-        return True
 
     def initial_state(self, weight: Tensor, state: LayerState) -> dict[str, Tensor]:
         mask = self.choose(weight, state)
@@ -122,6 +104,7 @@ class MaskLLM(LayerMask):
         """Return gates (…, groups, masks) in fp64: noise, and the prior of a mask."""
         masks = self._masks_on(mask.device)
         shared = grouped(mask, self.options.m, state.dim).double() @ masks.t()
+        # the stream of another matmul: that of training would repeat these draws at the first step
         noise = kernels.normal_like(shared, state.key(DGRAD), -1) * self.options.gate_std
         n, m = self.pattern
         # N²/M is the mean of the overlaps; a constant changes no softmax, but weight decay sees it

@@ -20,15 +20,11 @@ from sparsepretrain.sparsity.operand_table import FPROP
 
 
 @dataclass(slots=True, kw_only=True)
-class MaskProOptions(MethodOptions):
-    """Options of MaskPro."""
+class LearnedMaskOptions(MethodOptions):
+    """Options of every method that learns masks of weights that stay."""
 
     targets: str | list[str] = "all"
     """Layers, see :class:`MethodOptions`; all linear layers of the blocks get masks."""
-    logit: Annotated[float, "≥ 0"] = 7.0
-    """First logit of the entries of the mask that training begins from; the others have 0."""
-    smoothing: Annotated[float, "[0, 1)"] = 0.99
-    """α of δ, the moving average of loss differences that is subtracted from them."""
 
     def problems(self) -> Problems:
         yield from MethodOptions.problems(self)
@@ -36,8 +32,40 @@ class MaskProOptions(MethodOptions):
             yield "window", "must be the whole run: without masks there is nothing to learn"
 
 
+class LearnedMask(LayerMask):
+    """Masks of frozen weights; ``state.mask`` is the one that training begins from."""
+
+    finetuning = FineTuning("asp")
+    mask_rule = "other"
+    trains = "method"
+    trains_another_weight = True
+    needs_whole = True  # draws by position
+
+    @property
+    def sparse_row(self) -> Row:
+        return Row(self.nm("M∘W"))
+
+    @property
+    def reads_initial_weights(self) -> bool:
+        return True
+
+    @property
+    def takes_masks(self) -> bool:
+        return True
+
+
+@dataclass(slots=True, kw_only=True)
+class MaskProOptions(LearnedMaskOptions):
+    """Options of MaskPro."""
+
+    logit: Annotated[float, "≥ 0"] = 7.0
+    """First logit of the entries of the mask that training begins from; the others have 0."""
+    smoothing: Annotated[float, "[0, 1)"] = 0.99
+    """α of δ, the moving average of loss differences that is subtracted from them."""
+
+
 @register("method", "maskpro")
-class MaskPro(LayerMask):
+class MaskPro(LearnedMask):
     """N entries of each group are drawn without replacement from the softmax of M logits.
 
     MaskPro (arXiv:2506.12876). The logits π, one per weight, learn by policy gradient, from the
@@ -57,24 +85,7 @@ class MaskPro(LayerMask):
     options: MaskProOptions
     summary = "frozen weights; masks drawn from learned logits, judged by two forwards"
     paper = "arXiv:2506.12876"
-    finetuning = FineTuning("asp")
-    mask_rule = "other"
-    trains = "method"
-    trains_another_weight = True
     follows_policy = True
-    needs_whole = True  # draws by position
-
-    @property
-    def sparse_row(self) -> Row:
-        return Row(self.nm("M∘W"))
-
-    @property
-    def reads_initial_weights(self) -> bool:
-        return True
-
-    @property
-    def takes_masks(self) -> bool:
-        return True
 
     def initial_state(self, weight: Tensor, state: LayerState) -> dict[str, Tensor]:
         mask = self.choose(weight, state)

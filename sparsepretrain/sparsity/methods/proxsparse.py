@@ -39,7 +39,7 @@ class ProxSparseOptions(MethodOptions):
 
 @register("method", "proxsparse")
 class ProxSparse(Method):
-    """Train W dense under a regularizer of three non-zeros; then mask the weights of the start.
+    """Train W dense while a regularizer pulls groups to 2:4; then mask the weights of the start.
 
     ProxSparse (arXiv:2502.00258). Each step of the optimizer is followed by the proximal operator
     of λ·Σ |w_i·w_j·w_k| over the four triples of each group, which is 0 for 2:4 weights:
@@ -120,6 +120,8 @@ def _descend(z: Tensor, count: int, strength: float) -> Tensor:
             if new.numel():
                 moved = torch.maximum(moved, (new - columns[k]).abs().max())
             columns[k] = new
+        # A wait on a GPU, but few of the hundred passes are needed where products of weights are
+        # far below 1.
         if moved <= limit:
             break
     return torch.stack([*columns, *[torch.zeros_like(z[..., 0])] * (4 - count)], -1)
