@@ -150,7 +150,8 @@ def _call(
             layer.operands.clear()
     with torch.set_grad_enabled(training), torch.autocast(x.device.type, torch.bfloat16):
         y = model(x)
-    return torch.autograd.grad(y, [x, *model.parameters()], grad) if training else (y,)
+    trained = [p for p in model.parameters() if p.requires_grad]  # learned masks freeze weights
+    return torch.autograd.grad(y, [x, *trained], grad) if training else (y,)
 
 
 if __name__ == "__main__":

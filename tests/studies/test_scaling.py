@@ -14,7 +14,7 @@ from sparsepretrain.studies.table_page import render
 from sparsepretrain.studies.tables import load_table
 from support import ROOT
 
-RECORDS = ROOT / "docs" / "tables" / "records"
+RECORDS = ROOT / "results" / "records"
 TRUE = {"a_S": 0.5, "b_S": 0.7, "c_S": 1.0, "b_N": 0.25, "a_D": 0.3, "b_D": 0.4, "c": 0.6}
 
 

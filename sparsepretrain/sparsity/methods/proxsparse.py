@@ -31,7 +31,7 @@ class ProxSparseOptions(MethodOptions):
 
     def problems(self) -> Problems:
         yield from MethodOptions.problems(self)
-        if (self.n, self.m) != (2, 4):
+        if 1 <= self.n <= self.m and (self.n, self.m) != (2, 4):
             yield "n", f"must be 2 with m=4: the regularizer is that of 2:4, got {self.n}:{self.m}"
         if self.window.start > 0 or self.window.stop < 1:
             yield "window", "must be the whole run: evaluation always masks the original weights"
