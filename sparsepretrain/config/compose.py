@@ -53,6 +53,10 @@ class Overrides:
     nodes: int = 1  # machines with parallel.nproc ranks each
 
 
+ORDERED = ("sparsity.patterns",)
+"""Mappings whose order counts: a given one replaces that of files instead of being merged."""
+
+
 def compose(overrides: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> dict[str, Any]:
     """Compose the shipped and the user's YAML files with ``overrides``.
 
@@ -297,7 +301,8 @@ def _resolved(composed: DictConfig, values: list[tuple[str, Any]]) -> dict[str, 
     errors = []
     for key, value in values:
         try:
-            merge = isinstance(value, dict) and OmegaConf.is_dict(OmegaConf.select(composed, key))
+            is_block = isinstance(value, dict) and key not in ORDERED
+            merge = is_block and OmegaConf.is_dict(OmegaConf.select(composed, key))
             OmegaConf.update(composed, key, value, merge=merge, force_add=True)
         except OmegaConfBaseException as error:
             errors.append(f"{key}: {str(error).splitlines()[0]}")
@@ -347,6 +352,8 @@ def _syntax(text: str) -> str:
         return f"override {text!r} has no value; write {text or 'key'}=value"
     value = text.partition("=")[2]
     quoted = f"'{key}=[\"…\"]'" if value.startswith("[") else f"'{key}=\"…\"'"
+    if value.startswith("{"):
+        quoted = f'\'{key}={{a: "…", b: "…"}}\', keys without quotes'
     return (
         f"override {text[:60]!r} cannot be read: write a.b.c=value, close every bracket and quote, "
         f"and quote values with special characters: {quoted}"

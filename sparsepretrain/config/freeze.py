@@ -59,12 +59,16 @@ def experiment(config: Config) -> str:
     """Return what determines the results of a run, as JSON with sorted keys.
 
     It omits the keys of ``NOT_IDENTITY``. ``parallel`` counts by device only: a run may continue on
-    another number of ranks. ``compile`` counts if it is ``model``, which changes rounding.
+    another number of ranks. ``compile`` counts if it is ``model``, which changes rounding. The
+    order of ``sparsity.patterns`` counts; an empty one is omitted.
     """
     plain = _canonical(config)
     for group, _, key in (dotted.rpartition(".") for dotted in NOT_IDENTITY):
         (plain[group] if group else plain).pop(key, None)
     plain["compile"] = plain.get("compile") == "model"
+    patterns = plain["sparsity"].pop("patterns", {})
+    if patterns != {}:  # as text, whose order is kept: the first match decides
+        plain["sparsity"]["patterns"] = json.dumps(patterns)
     plain["parallel"] = {"name": "single", "device": plain["parallel"]["device"]}
     return json.dumps(plain, sort_keys=True)
 

@@ -114,7 +114,10 @@ def _ranges(cls: Any) -> dict[str, tuple[str, bool]]:
 def _convert(hint: Any, value: Any, key: str, errors: list[str]) -> Any:
     converted = _match(hint, value, key, errors)
     if converted is _MISSING:
-        errors.append(f"{key} must be {_name(hint)}, got {_show(value)}{_as_list(hint, value)}")
+        remedy = _as_list(hint, value)
+        if hint is str and isinstance(value, int | float):  # YAML reads 1:4 as the number 64
+            remedy = ": write it in quotes"
+        errors.append(f"{key} must be {_name(hint)}, got {_show(value)}{remedy}")
         return None
     return converted
 

@@ -572,7 +572,10 @@ def audit_any(
     proof = sparsifier.prove()
     claims = []
     if proof.sparse:
-        claims.append(Claim("the run", sparsifier.method.pattern, tuple(sparsifier.layers)))
+        patterns = sparsifier.patterns
+        for pattern in dict.fromkeys(patterns.values()):
+            layers_of = tuple(name for name, own in patterns.items() if own == pattern)
+            claims.append(Claim("the run", pattern, layers_of))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of dense phases and adapters: the audit says so
         dense = densify(model)

@@ -9,8 +9,8 @@ from typing import Any
 
 from sparsepretrain.errors import ConfigError, DataError
 from sparsepretrain.export.convert import TOLERANCE, WEIGHTS, Converted
-from sparsepretrain.sparsity.method import title
 from sparsepretrain.sparsity.operand_table import COLUMNS
+from sparsepretrain.sparsity.patterns import texts_of
 
 AUTO = {
     "ForCausalLM": ("AutoModelForCausalLM", "text-generation"),
@@ -36,13 +36,13 @@ def write(converted: Converted, about: dict[str, Any], directory: Path) -> None:
     library = "timm" if converted.is_timm else "transformers"
     lines = ["---", f"library_name: {library}", f"pipeline_tag: {pipeline}", "tags:"]
     lines += ["- sparsepretrain", f"- {method.options.name}"]
-    lines += [f'- "{about["pattern"]} sparsity"'] if about["pattern"] else []
-    lines += ["---", "", f"# {config['name']}, {title(method)}", ""]
+    lines += [f'- "{text} sparsity"' for text in texts_of(converted.patterns.values())]
+    lines += ["---", "", f"# {config['name']}, {converted.title}", ""]
     lines += [*_weights(converted, about), ""]
     lines += ["## Use", "", "```python", *_use(converted, auto), "```", ""]
     lines += ["## Method", "", f"{method.summary}. {method.paper}".replace(". –", "."), ""]
-    cells = [str(operand) for operand in method.sparse_row]
-    for row in (COLUMNS.values(), ["---"] * len(cells), cells):
+    rows = [[str(operand) for operand in each.sparse_row] for each in converted.methods]
+    for row in (COLUMNS.values(), ["---"] * len(COLUMNS), *rows):
         lines.append(f"| {' | '.join(row)} |")
     lines += ["", "fprop Y = Xf(X)·A(W)ᵀ, dgrad dX = P(G)·B(W), wgrad dW = U(G)ᵀ·Xw(X)", ""]
     lines += ["## Training", "", "| | |", "| --- | --- |"]
@@ -53,15 +53,25 @@ def write(converted: Converted, about: dict[str, Any], directory: Path) -> None:
 
 def _weights(converted: Converted, about: dict[str, Any]) -> list[str]:
     count = len(converted.layers)
-    if about["pattern"]:
+    patterns = {*converted.patterns.values()}
+    if len(patterns) == 1:
+        ((n, m),) = patterns
         text = (
             f"The weights of {count} layers are {about['weights']}: in every group of "
-            f"{converted.method.pattern[1]} consecutive weights along in_features (input channels) "
-            f"at most {converted.method.pattern[0]} are not zero; all zeros are +0.0."
+            f"{m} consecutive weights along in_features (input channels) "
+            f"at most {n} are not zero; all zeros are +0.0."
+        )
+    elif patterns:
+        text = (
+            f"The weights of {count} layers are {about['weights']}: N:M means that in every group "
+            "of M consecutive weights along in_features (input channels) at most N are not zero; "
+            "all zeros are +0.0. `sparsity.json` has the pattern of each layer."
         )
     else:
         text = f"The method trained {count} layers; their final weights are dense: "
         text += f"{about['weights'].removeprefix('dense: ')}."
+    if converted.left_dense:
+        text += f" {len(converted.left_dense)} layers were left dense."
     difference = about["largest_logit_difference"]
     equal = "equal to the bit" if not difference else f"equal to within {difference:.1e}"
     checked = (

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from sparsepretrain.errors import CheckpointError
-from sparsepretrain.export.semi_structured import ABOUT
+from sparsepretrain.export.about import ABOUT, patterns_of
 from sparsepretrain.files import read_json
+from sparsepretrain.sparsity.patterns import pattern_in
 
 CONFIG = "config.json"
 
@@ -66,9 +67,13 @@ def read_claims(directory: Path) -> list[Claim]:
 
 
 def _of_about(about: Mapping[str, Any]) -> Iterator[Claim]:
-    pattern = about["pattern"]
-    layers = about["layers"] if pattern is not None else ()
-    yield Claim(ABOUT, None if pattern is None else read_pattern(pattern), tuple(layers))
+    if about["pattern"] is None:
+        yield Claim(ABOUT, None, ())
+        return
+    patterns = patterns_of(about)
+    for text in dict.fromkeys(patterns.values()):
+        layers = tuple(name for name, own in patterns.items() if own == text)
+        yield Claim(ABOUT, pattern_in(text), layers)
 
 
 def _of_config(config: Mapping[str, Any]) -> Iterator[Claim]:

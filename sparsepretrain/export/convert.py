@@ -19,6 +19,7 @@ from sparsepretrain.runs.origin import GENERATION
 from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.sparsity import Method, densify
 from sparsepretrain.sparsity.coverage import Proof
+from sparsepretrain.sparsity.patterns import Pattern
 from sparsepretrain.sparsity.sparsifier import residual_weight
 from sparsepretrain.tasks import Task
 from sparsepretrain.training import derive
@@ -37,15 +38,20 @@ class Converted:
 
     source: WeightSource
     task: Task
-    method: Method
+    title: str
+    """Method and patterns."""
+    methods: list[Method]
+    """Methods of the sparse layers, one for each pattern."""
     proof: Proof
     """Sparsity check of the evaluated weights without low-rank adapters."""
     model: nn.Module
     """Dense layers with exact zeros, on the CPU, in eval mode."""
     tokenizer: Any
     """Tokenizer of transformers; None: the model is timm's."""
-    layers: list[str]
-    """Names of the sparse layers."""
+    trained: dict[str, Pattern]
+    """Sparse layer -> (N, M) that the method trained."""
+    left_dense: list[str]
+    """Names of the layers that ``sparsity.patterns`` left dense."""
     inputs: dict[str, Tensor]
     """Random batch of two samples; the second one of a classifier is padded."""
     logits: Tensor
@@ -54,9 +60,19 @@ class Converted:
     """True if adapters were added to the weights, which are then dense."""
 
     @property
-    def pattern(self) -> tuple[int, int] | None:
-        """(N, M) of the sparse layers' weights; None: dense."""
-        return self.method.pattern if self.proof.holds and not self.merged else None
+    def method(self) -> Method:
+        """Method of the first sparse layer."""
+        return self.methods[0]
+
+    @property
+    def layers(self) -> list[str]:
+        """Names of the sparse layers."""
+        return list(self.trained)
+
+    @property
+    def patterns(self) -> dict[str, Pattern]:
+        """Sparse layer -> (N, M) that its weight has; empty: the weights are dense."""
+        return self.trained if self.proof.holds and not self.merged else {}
 
     @property
     def is_timm(self) -> bool:
@@ -67,7 +83,6 @@ class Converted:
 def convert(source: WeightSource) -> Converted:
     """Rebuild the model of a run's checkpoint in a class of another library."""
     task, model, sparsifier = evaluated_model(source)
-    method = sparsifier.method
     proof = sparsifier.prove()
     if proof.violations:
         raise CheckpointError(f"{source.path}: the weights are {proof}; nothing was exported")
@@ -85,7 +100,18 @@ def convert(source: WeightSource) -> Converted:
     inputs = small_batch(task, stock)
     logits = evaluated_logits(task, model, inputs)
     return Converted(
-        source, task, method, proof, stock, tokenizer, list(layers), inputs, logits, merged
+        source=source,
+        task=task,
+        title=sparsifier.title,
+        methods=sparsifier.methods,
+        proof=proof,
+        model=stock,
+        tokenizer=tokenizer,
+        trained=sparsifier.patterns,
+        left_dense=sparsifier.left_dense_in(model),
+        inputs=inputs,
+        logits=logits,
+        merged=merged,
     )
 
 
@@ -167,8 +193,9 @@ def write(converted: Converted, directory: Path) -> float:
         with quiet():
             model.save_pretrained(directory)  # type: ignore[operator]
         _copy_generation(converted, directory)
-    if converted.pattern is not None:
-        result = audit(directory, require=converted.pattern, layers=converted.layers)
+    for pattern in dict.fromkeys(converted.patterns.values()):
+        layers = [name for name, own in converted.patterns.items() if own == pattern]
+        result = audit(directory, require=pattern, layers=layers)
         if result.fails:
             wrong = next(finding for finding in result.findings if not finding.is_note)
             raise CheckpointError(f"{wrong.where} was not written as it is: {wrong.text}")

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.export import onnx_file
+from sparsepretrain.export.about import ABOUT, sparsity_of
 from sparsepretrain.export.onnx_file import Initializer
-from sparsepretrain.export.semi_structured import ABOUT
 from sparsepretrain.sparsity import densify, sparsifier_of
 from sparsepretrain.sparsity.engine.weights import SparseWeight
+from sparsepretrain.sparsity.patterns import Pattern
 from sparsepretrain.sparsity.sparsifier import residual_weight
 
 COMPILED = "_orig_mod."
@@ -57,21 +58,25 @@ def save_pretrained(model: nn.Module, directory: str | Path, **options: Any) -> 
         name.replace(COMPILED, ""): tensor for name, tensor in sparsifier.dense_tensors_of(model)
     }
     save(directory, state_dict=state, **options)
+    patterns = _patterns(model)
+    left_dense = [name.replace(COMPILED, "") for name in sparsifier.left_dense_in(model)]
     about = {
         "method": sparsifier.method.options.name,
-        "pattern": proof.pattern if proof.holds else None,
-        "weights": str(proof),
-        "layers": [name.replace(COMPILED, "") for name in _layers(model)],
+        **sparsity_of(patterns if proof.holds else {}, [*patterns], left_dense, str(proof)),
         "step": sparsifier.completed_steps,
     }
     if options.get("is_main_process", True):
         (Path(directory) / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
-def _layers(model: nn.Module) -> list[str]:
-    """Return the sparse layers and banks under the names of this model."""
-    sparse = [(path, m) for path, m in model.named_modules() if isinstance(m, SparseWeight)]
-    return [module.weight_key(path).removesuffix(".weight") for path, module in sparse]
+def _patterns(model: nn.Module) -> dict[str, Pattern]:
+    """Return the patterns of the sparse layers and banks, under the names of this model."""
+    patterns = {}
+    for path, module in model.named_modules():
+        if isinstance(module, SparseWeight):
+            name = module.weight_key(path).removesuffix(".weight").replace(COMPILED, "")
+            patterns[name] = module.operands.method.pattern
+    return patterns
 
 
 def save_onnx(
@@ -103,13 +108,13 @@ def save_onnx(
     onnx_file.require_packages()
     sparsifier = sparsifier_of(model)
     is_merged = any(residual_weight(layer) is not None for layer in sparsifier.layers.values())
-    layers = _layers(model) if sparsifier.prove().holds and not is_merged else []
+    patterns = _patterns(model) if sparsifier.prove().holds and not is_merged else {}
     dense = densify(copy.deepcopy(model)).cpu().float().eval()
     inputs = {k: v.float() if v.is_floating_point() else v for k, v in inputs.items()}
     inputs = {name: value.cpu() for name, value in inputs.items()}
     shapes = {name: (dynamic_shapes or {}).get(name, {}) for name in inputs}
     file = Path(path)
-    found = onnx_file.write(dense, file, inputs, shapes, layers)
-    onnx_file.prove(file, found, sparsifier.method.pattern)
+    found = onnx_file.write(dense, file, inputs, shapes, patterns)
+    onnx_file.prove(file, found, patterns)
     onnx_file.compare(file, dense, [inputs])
     return found

@@ -20,6 +20,7 @@ from sparsepretrain.errors import CheckpointError, ConfigError, cannot_write, ne
 from sparsepretrain.sparsity.coverage import nm_holds
 from sparsepretrain.sparsity.engine.banks import is_transposed
 from sparsepretrain.sparsity.engine.layer_classes import replacement_of
+from sparsepretrain.sparsity.patterns import Pattern
 
 FILE = "model.onnx"
 TOLERANCE = 1e-4
@@ -163,15 +164,17 @@ def weight_of(model: nn.Module, layer: str) -> tuple[Tensor, int]:
     return module.weight, replacement_of(module).in_dim
 
 
-def prove(path: Path, found: Mapping[str, Initializer], pattern: tuple[int, int]) -> None:
+def prove(path: Path, found: Mapping[str, Initializer], patterns: Mapping[str, Pattern]) -> None:
     """Refuse a file in which a group of a sparse layer has more than N non-zeros, or a -0.0."""
+    if not found:
+        return
     import onnx
 
     initializers = {each.name: each for each in onnx.load(str(path)).graph.initializer}
     for layer, (name, axis) in found.items():
         weight = torch.from_numpy(onnx.numpy_helper.to_array(initializers[name]).copy())
-        if not nm_holds(weight, *pattern, axis).all():
-            n, m = pattern
+        n, m = patterns[layer]
+        if not nm_holds(weight, n, m, axis).all():
             raise CheckpointError(f"{path.name}: {name}, the weight of {layer}, is not {n}:{m}")
 
 

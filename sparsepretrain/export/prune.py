@@ -27,9 +27,9 @@ from sparsepretrain.errors import (
     cannot_write,
 )
 from sparsepretrain.export import convert, prune_page
+from sparsepretrain.export.about import ABOUT
 from sparsepretrain.export.audit import audit
 from sparsepretrain.export.perplexity import perplexities, perplexities_of
-from sparsepretrain.export.semi_structured import ABOUT
 from sparsepretrain.files import read_json, write_atomic
 from sparsepretrain.models._families import roles_of
 from sparsepretrain.models.pretrained import (

@@ -13,7 +13,8 @@ import torch
 from sparsepretrain.config import freeze
 from sparsepretrain.console import Console
 from sparsepretrain.errors import ConfigError, cannot_write
-from sparsepretrain.export import card, convert, onnx_file, semi_structured
+from sparsepretrain.export import card, convert, onnx_file
+from sparsepretrain.export.about import ABOUT, sparsity_of
 from sparsepretrain.runs import weights
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.weights import WeightSource
@@ -64,11 +65,11 @@ def export_run(
         about = _about(converted, difference)
         if onnx:
             about["onnx"] = _write_onnx(converted, stage)
-        (stage / semi_structured.ABOUT).write_text(json.dumps(about, indent=1) + "\n")
+        (stage / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
         (stage / RunDirectory.config_file.name).write_text(freeze.to_yaml(source.config or {}))
         card.write(converted, about, stage)
         for file in stage.rglob("*.safetensors"):  # safetensors creates private files
-            shutil.copymode(stage / semi_structured.ABOUT, file)
+            shutil.copymode(stage / ABOUT, file)
         if directory.exists():
             shutil.rmtree(directory)
         os.replace(stage, directory)
@@ -96,7 +97,7 @@ def _place(source: WeightSource, out: Path | None) -> Path:
         if source.run is None:
             raise ConfigError(f"{source.path} does not lie in a run directory: give --out DIR")
         out = source.run.exports / "hf"
-    is_export = (out / semi_structured.ABOUT).is_file()
+    is_export = (out / ABOUT).is_file()
     if out.exists() and not is_export and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"{out} exists and is no export: choose another --out")
     return out
@@ -105,14 +106,11 @@ def _place(source: WeightSource, out: Path | None) -> Path:
 def _about(converted: convert.Converted, difference: float) -> dict[str, Any]:
     """Return the content of ``sparsity.json``."""
     source = converted.source
-    proof = converted.proof
-    pattern = converted.pattern
     merged = "dense: adapters were added to the weights"
+    weights = merged if converted.merged else str(converted.proof)
     return {
         "method": converted.method.options.name,
-        "pattern": pattern and f"{pattern[0]}:{pattern[1]}",
-        "weights": merged if converted.merged else str(proof),
-        "layers": converted.layers,
+        **sparsity_of(converted.patterns, converted.layers, converted.left_dense, weights),
         "largest_logit_difference": difference,
         "config_hash": freeze.identity(source.config or {}),
         "step": source.step,
@@ -146,10 +144,8 @@ def _write_onnx(converted: convert.Converted, directory: Path) -> dict[str, Any]
     if "token_type_ids" in other:
         other["token_type_ids"][1, 3:] = 1
     path = directory / onnx_file.FILE
-    pattern = converted.pattern
-    found = onnx_file.write(model, path, inputs, shapes, converted.layers if pattern else ())
-    if pattern:
-        onnx_file.prove(path, found, pattern)
+    found = onnx_file.write(model, path, inputs, shapes, converted.patterns)
+    onnx_file.prove(path, found, converted.patterns)
     return {
         "largest_difference": onnx_file.compare(path, model, [inputs, other]),
         "initializers": {layer: each._asdict() for layer, each in found.items()},

@@ -10,13 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain.export.about import ABOUT, patterns_of
 from sparsepretrain.files import read_json
 from sparsepretrain.kernels.cusparselt.packed24 import allowed_error, fault_of, version
 from sparsepretrain.kernels.packed24 import TYPES
 from sparsepretrain.models.gpt2 import linear_from
 
-ABOUT = "sparsity.json"
-"""File that describes the exported weights."""
 ROWS = 64
 COLUMNS = 64
 """out_features and in_features must be multiples of these in fp16 and bf16: cuSPARSELt limits rows,
@@ -30,7 +29,8 @@ def load_semi_structured(
 ) -> nn.Module:
     """Load an exported transformers model with semi-structured sparse layers, for inference.
 
-    GPT-2's sparse Conv1D layers become nn.Linear.
+    GPT-2's sparse Conv1D layers become nn.Linear. Layers with other patterns than 2:4 stay as they
+    are.
 
     Args:
         directory: output of ``sparsepretrain export``.
@@ -49,7 +49,9 @@ def load_semi_structured(
         (name,) = read_json(directory / "config.json")["architectures"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{directory} is not an export of a transformers model") from error
-    if about["pattern"] != "2:4":
+    patterns = {} if about["pattern"] is None else patterns_of(about)
+    layers = [layer for layer, pattern in patterns.items() if pattern == "2:4"]
+    if not layers:
         raise ConfigError(
             f"semi-structured tensors are 2:4, those in {directory} are {about['weights']}: load "
             "it with transformers"
@@ -64,9 +66,9 @@ def load_semi_structured(
             "{}.{}".format(*capability)
         )
     model: Any = getattr(transformers, name).from_pretrained(directory, dtype=dtype)
-    if why := mismatch(model, about["layers"]):
+    if why := mismatch(model, layers):
         raise ConfigError(f"semi-structured tensors: {why}: load {directory} with transformers")
-    compress(model.to(device).eval(), about["layers"])
+    compress(model.to(device).eval(), layers)
     return model
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,15 +32,15 @@ def matrix_of(layer: nn.Module) -> Tensor:
     return data if replacement_of(layer).in_dim == 1 else data.t()
 
 
-def require_layers(model: nn.Module, names: Sequence[str], m: int) -> None:
-    """Refuse layers of other classes, and widths that are not a multiple of M.
+def require_layers(model: nn.Module, layers: Mapping[str, int]) -> None:
+    """Refuse layers of other classes, and widths that are not a multiple of M (name -> M).
 
     Raises:
         ConfigError: one line per layer.
     """
     known = linear_layers(model)
     problems = []
-    for name in names:
+    for name, m in layers.items():
         if name not in known:
             kind = type(model.get_submodule(name)).__name__
             problems.append(f"{name} is {kind}: nn.Linear and Conv1D are pruned")

@@ -66,7 +66,7 @@ class _Call(NamedTuple):
 def prune_model(
     model: nn.Module,
     layers: Sequence[str],
-    method: PruningMethod,
+    method: PruningMethod | Mapping[str, PruningMethod],
     calibration: Calibration | None = None,
     *,
     dtypes: Mapping[str, torch.dtype] | None = None,
@@ -82,7 +82,7 @@ def prune_model(
     Args:
         model: fp32 or fp64, in eval mode.
         layers: names of nn.Linear or Conv1D in repeated blocks.
-        method: the rule.
+        method: the rule; or that of each layer, alike except for n and m, which permutes nothing.
         calibration: text; may be None if the method reads nothing.
         dtypes: name of a Parameter -> dtype that it will be stored in, to which values are rounded
             at once; others are not rounded.
@@ -93,15 +93,17 @@ def prune_model(
     Raises:
         ConfigError: wrong layers, or blocks that exchange more than hidden states.
     """
-    require_layers(model, layers, method.m)
+    methods = dict.fromkeys(layers, method) if isinstance(method, PruningMethod) else method
+    rule = method if isinstance(method, PruningMethod) else next(iter(methods.values()))
+    require_layers(model, {name: methods[name].m for name in layers})
     dtypes = dtypes or {}
-    if method.reads == "nothing":
+    if rule.reads == "nothing":
         modules = linear_layers(model)
         stages: dict[str, nn.Module] = {name: modules[name] for name in layers}
         stream = None
     else:
         if calibration is None:
-            raise ConfigError(f"{type(method).__name__} needs calibration text")
+            raise ConfigError(f"{type(rule).__name__} needs calibration text")
         stages = blocks_of(model, layers)
         stream = _Stream(calibration, stages)
         _require_all_run(layers, stages, stream.order)
@@ -116,7 +118,7 @@ def prune_model(
         stage = journal.load(name) if journal is not None else None
         before = {k: p.detach().clone() for k, p in module.named_parameters()} if restore else {}
         if stage is None:
-            stage = _prune_stage(model, name, module, layers, method, stream, dtypes)
+            stage = _prune_stage(model, name, module, layers, methods, stream, dtypes)
             if journal is not None:
                 journal.save(stage)
         else:
@@ -152,13 +154,14 @@ def _prune_stage(
     name: str,
     module: nn.Module,
     layers: Sequence[str],
-    method: PruningMethod,
+    methods: Mapping[str, PruningMethod],
     stream: _Stream | None,
     dtypes: Mapping[str, torch.dtype],
 ) -> Stage:
     """Prune the layers of a block, or one layer."""
     modules = linear_layers(model)
     inside = {n: modules[n] for n in layers if _is_in(n, name)}
+    method = methods[next(iter(inside))]
     stage = Stage(name)
     sums: dict[str, InputSums] = {}
     output = None
@@ -170,7 +173,7 @@ def _prune_stage(
     for layer_name, layer in inside.items():
         matrix = matrix_of(layer)
         seen = sums.get(layer_name)
-        pruned, fact = _pruned(matrix, seen, method)
+        pruned, fact = _pruned(matrix, seen, methods[layer_name])
         kept = pruned.weight.to(dtypes.get(f"{layer_name}.weight", matrix.dtype))
         matrix.copy_(kept)
         stage.masks[layer_name] = pruned.mask

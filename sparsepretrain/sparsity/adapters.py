@@ -66,7 +66,7 @@ class MaskedAdapter:
                 self.merge_mask = before
         if self.merge_mask is None or not isinstance(base, SparseLayer):
             return
-        if base.sparse_model.method.fixed_from is None:
+        if base.operands.method.fixed_from is None:
             # dropped weights might become the largest of their group
             base.weight.data.mul_(self.merge_mask)
         base.operands.refresh(base.weight)
@@ -137,7 +137,7 @@ def mask_adapters(model: nn.Module) -> int:
         if isinstance(module, MaskedAdapter):
             count += 1
         elif isinstance(base, SparseLayer) and hasattr(module, "merged_adapters"):
-            if base.sparse_model.method.sparse_row.A == W:
+            if base.operands.method.sparse_row.A == W:
                 continue  # gradients or inputs are sparse: merging changes nothing
             mixin = _mixin_of(module)
             if mixin is None or not _drops_only(base):
@@ -168,7 +168,7 @@ def _mixin_of(module: nn.Module) -> type[MaskedAdapter] | None:
 
 def _drops_only(layer: SparseLayer) -> bool:
     """Return True if the forward weight of a sparse phase is M∘W, with a hard mask."""
-    method = layer.sparse_model.method
+    method = layer.operands.method
     return method.sparse_row.A.text in HARD and not layer.operands.rows.is_sharded
 
 

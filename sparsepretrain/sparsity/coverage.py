@@ -16,8 +16,8 @@ from sparsepretrain.sparsity.engine.layer_classes import dense_weights, sparse_c
 from sparsepretrain.sparsity.engine.model_state import ModelState
 from sparsepretrain.sparsity.engine.weights import SparseWeight
 from sparsepretrain.sparsity.matmuls.three import MATMUL_OF, MATMULS
-from sparsepretrain.sparsity.method import title
 from sparsepretrain.sparsity.operand_table import Row, W
+from sparsepretrain.sparsity.patterns import pattern_text
 
 SHOWN = 4
 """Maximum number of other dense weights that a report names."""
@@ -31,6 +31,7 @@ class CoveredLayer(NamedTuple):
     in_features: int  # of a convolution: in_channels / groups
     out_features: int  # of a convolution: out_channels
     kernel: tuple[int, ...]  # kernel size of a convolution, slices of a bank; () for linear layers
+    pattern: str  # N:M of the sparse phase
     fprop: str  # operands in the sparse phase
     dgrad: str
     wgrad: str
@@ -46,14 +47,16 @@ class Coverage:
     """All sparse layers of a model; ``str()`` is a table."""
 
     method: str
-    pattern: str
-    row: Row  # operands in the sparse phase
+    pattern: str  # N:M; several as 1:4+2:4
+    row: Row  # operands in the sparse phase; with several patterns those of the first layer
     title: str  # method and pattern; the method alone if no matmul has an N:M operand
     layers: list[CoveredLayer] = field(default_factory=list)
     sparse_parameters: int = 0  # entries of the sparse weights
     total_parameters: int = 0
     dense_linears: list[str] = field(default_factory=list)
     """Linear layers and convolutions that stay dense."""
+    dense_by_pattern: list[str] = field(default_factory=list)
+    """Layers and banks among the targets that ``patterns`` leaves dense."""
     other_weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Name -> shape of other dense parameters of two or more dimensions, without embeddings."""
     embeddings: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -95,6 +98,9 @@ class Coverage:
         )
         if self.dense_training:
             lines.append(f"the matmuls of training are dense: {self.dense_training}")
+        if self.dense_by_pattern:
+            names = [name for (name,) in collapsed([[name] for name in self.dense_by_pattern])]
+            lines.append(f"dense by patterns: {', '.join(names)}")
         if others := self.other_weights:
             entries = sum(map(math.prod, others.values()))
             shown = [f"{k} {shape}" for k, shape in [*others.items()][:SHOWN]]
@@ -137,11 +143,13 @@ def _layers(count: int) -> str:
 def cover(layers: dict[str, SparseWeight], state: ModelState) -> Coverage:
     """Build the report."""
     method = state.method
-    row = state.method.sparse_row
-    n, m = method.options.n, method.options.m  # final pattern: method.pattern may still approach it
-    words: Any = {k: ", ".join(map(str, operands)) for k, operands in row.operands.items()}
     rows = []
     for name, layer in layers.items():
+        own = layer.operands.method
+        row = own.sparse_row.operands
+        words: Any = {k: ", ".join(map(str, operands)) for k, operands in row.items()}
+        # method.pattern may still approach it
+        words["pattern"] = pattern_text(own.final_pattern)
         chosen = layer.operands.matmuls
         untried = "" if chosen.packs or chosen.is_final else "not tried yet"
         why = {MATMUL_OF[name]: why or untried for name, why in chosen.reasons.items()}
@@ -152,13 +160,14 @@ def cover(layers: dict[str, SparseWeight], state: ModelState) -> Coverage:
     census = count_weights(state.root)
     return Coverage(
         method=method.options.name,
-        pattern=f"{n}:{m}",
-        row=row,
-        title=title(method),
+        pattern=pattern_text(*(each.final_pattern for each in state.methods)),
+        row=method.sparse_row,
+        title=state.title,
         layers=rows,
         sparse_parameters=sum(layer.weight.numel() for layer in layers.values()),
         total_parameters=state.count_parameters(),
         dense_linears=[*census.linears],
+        dense_by_pattern=[*state.dense_by_pattern],
         other_weights={name: tuple(weight.shape) for name, weight in census.others.items()},
         embeddings={name: tuple(weight.shape) for name, weight in census.embeddings.items()},
         precision=None if state.precision is None else str(state.precision),
@@ -230,7 +239,7 @@ def collapsed(rows: list[list[str]]) -> list[list[str]]:
 class Proof:
     """Counts over all sparse layers; :attr:`holds` is True if every group is N:M."""
 
-    pattern: str
+    pattern: str  # N:M; several as 1:4+2:4
     sparse: bool  # False: a dense method or phase, nothing to prove
     why_dense: str = ""  # reason of a dense phase, such as "since step 4"
     groups: int = 0
@@ -238,6 +247,13 @@ class Proof:
     entries: int = 0
     multiplied: int = 0  # entries of all weights of two or more dimensions, without embeddings
     violations: tuple[str, ...] = ()  # layers with more than N non-zeros in a group, or a -0.0
+    patterns: dict[str, str] = field(default_factory=dict)
+    """Layer -> N:M of its groups; empty if nothing was to prove."""
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if layers have different patterns."""
+        return len({*self.patterns.values()}) > 1
 
     @property
     def holds(self) -> bool:
@@ -248,13 +264,18 @@ class Proof:
         if not self.sparse:
             return f"dense weights {self.why_dense}".rstrip()
         if self.violations:
-            return f"NOT {self.pattern}: {', '.join(self.violations)}"
+            if not self.is_mixed:
+                return f"NOT {self.pattern}: {', '.join(self.violations)}"
+            wrong = [f"{name} is not {self.patterns[name]}" for name in self.violations]
+            return f"NOT {self.pattern}: {', '.join(wrong)}"
         share = self.zeros / self.entries
         part = self.entries / self.multiplied
-        return (
-            f"{self.pattern} in all {self.groups:,} groups, {share:.1%} exact zeros, in {part:.1%} "
-            "of the weights outside embeddings"
-        )
+        found = f"{self.pattern} in all {self.groups:,} groups"
+        if self.is_mixed:
+            counts = Counter(self.patterns.values())
+            parts = [f"{each} in {_layers(counts[each])}" for each in self.pattern.split("+")]
+            found = f"{' and '.join(parts)}, all {self.groups:,} groups"
+        return f"{found}, {share:.1%} exact zeros, in {part:.1%} of the weights outside embeddings"
 
 
 def nm_holds(weight: Tensor, n: int, m: int, dim: int) -> Tensor:
@@ -266,14 +287,15 @@ def nm_holds(weight: Tensor, n: int, m: int, dim: int) -> Tensor:
 @torch.no_grad()
 def prove(layers: dict[str, SparseWeight], state: ModelState) -> Proof:
     """Count non-zeros per group of M along in_features in every forward weight."""
-    (n, m), phase = state.method.pattern, state.method.phase
+    phase = state.method.phase
     why = "" if phase.evaluation else phase.reason
-    proof = Proof(pattern=f"{n}:{m}", sparse=False, why_dense=why)
+    pattern = pattern_text(*(method.pattern for method in state.methods))
+    proof = Proof(pattern=pattern, sparse=False, why_dense=why)
     a = phase.row.A
     follows_training = phase.evaluation and not state.method.trains_another_weight
     if follows_training and phase.training and a != W and a.pattern is None:
         # decaying masks (mdgf) and weights that the end prunes (cast): a run may stop before
-        proof.why_dense = f"({a}), not {n}:{m} so far"
+        proof.why_dense = f"({a}), not {pattern} so far"
         return proof
     counts = {}
     for name, layer in layers.items():
@@ -281,7 +303,9 @@ def prove(layers: dict[str, SparseWeight], state: ModelState) -> Proof:
         if weight is None:
             continue
         weight = layer.operands.rows.gather(weight)
+        n, m = layer.operands.method.pattern
         holds = nm_holds(weight, n, m, layer.sparsity.dim)
+        proof.patterns[name] = pattern_text((n, m))
         counts[name] = torch.stack([holds.long(), (weight == 0).sum()])
         proof.groups += weight.numel() // m
         proof.entries += weight.numel()

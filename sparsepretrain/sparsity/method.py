@@ -10,7 +10,7 @@ A method subclasses :class:`Method` and overrides the operands that differ from 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -22,6 +22,7 @@ from sparsepretrain.errors import Problems
 from sparsepretrain.kernels import AnyKey
 from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.operand_table import Operand, Row
+from sparsepretrain.sparsity.patterns import pattern_in, pattern_text
 from sparsepretrain.sparsity.schedule import Phase, Schedule, Window
 
 
@@ -36,6 +37,8 @@ class MethodOptions:
     """Group size."""
     targets: str | list[str] = "ffn"
     """Layers: an alias of the recipe (ffn, ffn_out, attention, all) or globs of module names."""
+    patterns: dict[str, str] = field(default_factory=dict)
+    """Alias or glob -> N:M or dense, of layers that do not have n:m. The first match decides."""
     window: Window = field(default_factory=Window)
 
     def problems(self) -> Problems:
@@ -44,6 +47,25 @@ class MethodOptions:
             yield "n", f"must satisfy 1 ≤ n ≤ m (m = {self.m}), got {self.n}"
         if not self.targets:
             yield "targets", "must name at least one layer pattern"
+        if self.patterns:
+            yield from self._problems_of_patterns()
+
+    def _problems_of_patterns(self) -> Problems:
+        """Yield what is wrong with ``patterns``, also that the method lacks one of them."""
+        known = [*replace(self, patterns={}).problems()]
+        for glob, text in self.patterns.items():
+            key = f"patterns.{glob}"
+            try:
+                pattern = pattern_in(text)
+            except ValueError as error:
+                yield key, str(error)
+                continue
+            if pattern is None:
+                continue
+            alone = replace(self, n=pattern[0], m=pattern[1], patterns={})
+            for option, message in alone.problems():
+                if (option, message) not in known:
+                    yield key, f"= {text}: {option} {message}"
 
 
 class Projection(NamedTuple):
@@ -225,9 +247,14 @@ class Method:
         return Operand(text, (self.options.n, self.options.m), axis)
 
     @property
+    def final_pattern(self) -> tuple[int, int]:
+        """(N, M) of the options."""
+        return self.options.n, self.options.m
+
+    @property
     def pattern(self) -> tuple[int, int]:
         """(N, M) of the current masks; some methods approach the pattern of their options."""
-        return self.options.n, self.options.m
+        return self.final_pattern
 
     @property
     def multiples(self) -> tuple[int, int]:
@@ -398,16 +425,17 @@ def typical_row(name: str, method: type[Method]) -> Row:
     return method(method.Options(name=name), 1000).sparse_row
 
 
-def title(method: Method) -> str:
-    """Return name and pattern, such as ``sste 2:4``; only the name if no matmul is N:M."""
+def title(method: Method, *others: Method) -> str:
+    """Return name and pattern, such as ``sste 2:4``; only the name if no matmul is N:M.
+
+    ``others``: the same method with other patterns, as in ``sste 1:4+2:4``.
+    """
     name = method.options.name
-    n = method.options.n
-    m = method.options.m
-    return f"{name} {n}:{m}" if method.sparse_row.sparse else name
+    patterns = [each.final_pattern for each in (method, *others)]
+    return f"{name} {pattern_text(*patterns)}" if method.sparse_row.sparse else name
 
 
-def identity(method: Method) -> str:
+def identity(method: Method, *others: Method) -> str:
     """Return what must be equal where a run goes on: :func:`title`, and its length if it counts."""
-    if method.follows_length:
-        return f"{title(method)} over {method.schedule.total_steps} steps"
-    return title(method)
+    named = title(method, *others)
+    return f"{named} over {method.schedule.total_steps} steps" if method.follows_length else named

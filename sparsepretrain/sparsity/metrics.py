@@ -37,11 +37,12 @@ def measure(
     for layer in layers.values():
         operands = layer.operands
         dim = layer.sparsity.dim
+        n, m = operands.method.pattern
         forward = operands.project(layer.weight).forward if method.phase.training else None
         stored = operands.rows.local(layer.weight).detach()
         used = stored if forward is None else forward
-        weight = operands.rows.complete(stored, method.options.m if dim == 0 else 1)
-        dropped, kept = boundary_magnitudes(weight, *method.pattern, dim=dim)
+        weight = operands.rows.complete(stored, m if dim == 0 else 1)
+        dropped, kept = boundary_magnitudes(weight, n, m, dim=dim)
         gap = (kept - dropped).sum(dtype=torch.float64)
         sizes = [gap.new_full((), part.numel()) for part in (stored, dropped)]  # no copy
         masks = [gap.new_zeros(())] * 2

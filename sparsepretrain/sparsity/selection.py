@@ -24,6 +24,7 @@ from sparsepretrain.sparsity.engine.own_forwards import forward_objection, layer
 from sparsepretrain.sparsity.engine.sharing import shared_weights
 from sparsepretrain.sparsity.engine.weights import SparseWeight, is_dtensor
 from sparsepretrain.sparsity.method import Method
+from sparsepretrain.sparsity.patterns import Pattern, pattern_in
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Types of a weight that can be sparse."""
@@ -155,8 +156,7 @@ def _select_banks(
     is_layer = layer_family(type(module)) is not None or isinstance(module, _NO_BANKS)
     has_banks = runs and not is_layer
     for key, parameter in dense_weights(module).items():
-        # the aliases of the root are "" and "."
-        paths = [f"{alias}.{key}" if alias not in ("", ".") else key for alias in aliases]
+        paths = _paths(aliases, key)
         is_known = transposed is not None
         names = [*paths, *aliases] if is_known else paths
         hits = {p for p in patterns for each in names if _matches(each, p)}
@@ -170,6 +170,20 @@ def _select_banks(
             matched |= hits
             banks[paths[0]] = SparseBank(module, key, 0 if transposed else 1)
     return banks, matched, others
+
+
+def _names_of(layer: Any, names: Mapping[nn.Module, Sequence[str]]) -> Sequence[str]:
+    """Return the names by which globs find a selected layer or bank, in :func:`select_layers`."""
+    if not isinstance(layer, SparseBank):
+        return names[layer]
+    aliases = names[layer.owner]
+    paths = _paths(aliases, layer.key)
+    return [*paths, *aliases] if layer.is_known else paths
+
+
+def _paths(aliases: Iterable[str], key: str) -> list[str]:
+    """Return the names of a Parameter of a module; the aliases of the root are "" and "."."""
+    return [f"{alias}.{key}" if alias not in ("", ".") else key for alias in aliases]
 
 
 def _parts_of_adapters(model: nn.Module) -> set[nn.Module]:
@@ -228,11 +242,68 @@ def _parameters_like(model: nn.Module, pattern: str) -> list[str]:
     return parameters
 
 
-def check_shapes(layers: dict[str, Any], method: Method) -> None:
-    """Refuse shards, and widths that groups do not divide, one message for all of one width."""
+def assign_patterns(
+    model: nn.Module,
+    layers: Mapping[str, Any],
+    patterns: Mapping[str, str],
+    roles: Mapping[str, Sequence[str]],
+    default: Pattern,
+) -> dict[str, Pattern | None]:
+    """Return the pattern of every selected layer; None: it stays dense.
+
+    Args:
+        model: contains the layers.
+        layers: selected layers and banks by name.
+        patterns: glob or alias -> N:M or dense; the first that matches a layer decides.
+        roles: alias -> its globs.
+        default: of layers that nothing matches.
+
+    Raises:
+        ConfigError: a key matches no selected layer, or only layers of earlier keys; all layers are
+            dense.
+    """
+    names: dict[nn.Module, list[str]] = defaultdict(list)
+    for name, module in model.named_modules(remove_duplicate=False):
+        names[module] += name, f".{name}"
+    assigned: dict[str, Pattern | None] = dict.fromkeys(layers, default)
+    decided_by: dict[str, str] = {}  # layer -> key
+    problems: list[str | tuple[str, str]] = []
+    for key, pattern in patterns.items():
+        globs = roles.get(key, [key])
+        matched = [
+            name
+            for name, layer in layers.items()
+            if any(_matches(each, glob) for each in _names_of(layer, names) for glob in globs)
+        ]
+        left = [name for name in matched if name not in decided_by]
+        if not matched:
+            near = registry.suggestion(key, [*roles, *layers][:8])
+            problems.append((f"patterns.{key}", f": no layer of the targets matches{near}"))
+        elif not left:
+            first = decided_by[matched[0]]
+            text = f": {first} comes before and decides all of its layers: put {key} first"
+            problems.append((f"patterns.{key}", text))
+        for name in left:
+            decided_by[name] = key
+            assigned[name] = pattern_in(pattern)
+    if not problems and not any(assigned.values()):
+        text = ": every selected layer is dense: leave a layer out, or use the method dense"
+        problems.append(("patterns", text))
+    if problems:
+        raise ConfigError(problems)
+    return assigned
+
+
+def check_shapes(layers: dict[str, Any], methods: Mapping[str, Method], default: int) -> None:
+    """Refuse shards, and widths that groups do not divide, one message for all of one width.
+
+    Args:
+        layers: selected layers and banks by name.
+        methods: of the layers.
+        default: M of layers that ``patterns`` does not name.
+    """
     refuse_sharded(layers)
     problems: list[str | tuple[str, str]] = []
-    m = method.options.m
     for name, layer in layers.items():
         if layer.weight.dtype not in DTYPES:
             dtype = str(layer.weight.dtype).removeprefix("torch.")
@@ -240,8 +311,10 @@ def check_shapes(layers: dict[str, Any], method: Method) -> None:
                 f"layer {name!r} has a weight of {dtype}, expected real floating-point numbers of "
                 "16 bits or more: exclude it, or train a master copy in fp32 (fp8: precision='fp8')"
             )
-    odd: dict[tuple[str, str], list[str]] = defaultdict(list)
+    odd: dict[tuple[str, str, int], list[str]] = defaultdict(list)
     for name, layer in layers.items():
+        method = methods[name]
+        m = method.options.m
         if torch.nn.parameter.is_lazy(layer.weight):
             problems.append(f"layer {name!r} has no shape yet: run one forward before sparsify")
             continue
@@ -263,17 +336,19 @@ def check_shapes(layers: dict[str, Any], method: Method) -> None:
         for axis, size, multiple in zip(("in", "out"), sizes, method.multiples[::-1], strict=True):
             if size % multiple:
                 problem = f"{axis}_{kind} = {size} is not a multiple of {multiple}"
-                odd["m" if multiple == m else "", f"{problem}; change the width"].append(name)
+                key = ("m" if m == default else "patterns") if multiple == m else ""
+                odd[key, f"{problem}; change the width", m].append(name)
         method_name = method.options.name
         if layer_kind not in method.layer_kinds:
             known = ", ".join(method.layer_kinds)
-            odd["", f"{method_name} supports {known}, not {layer_kind}"].append(name)
-    for (key, problem), names in odd.items():
+            odd["", f"{method_name} supports {known}, not {layer_kind}", m].append(name)
+    for (key, problem, m), names in odd.items():
         shown = ", ".join(map(repr, names[:3]))
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         s, them = ("s", "them") if len(names) > 1 else ("", "it")
         text = f"layer{s} {shown}{more}: {problem} or exclude {them} from targets"
-        problems.append((key, f" = {m}: {text}") if key else text)
+        value = f" = {m}" if key == "m" else ""
+        problems.append((key, f"{value}: {text}") if key else text)
     if problems:
         raise ConfigError(problems)
 

@@ -30,8 +30,9 @@ from sparsepretrain.sparsity.engine.steps import (
 from sparsepretrain.sparsity.engine.weights import SparseWeight, is_dtensor
 from sparsepretrain.sparsity.fsdp.rows import Rows
 from sparsepretrain.sparsity.layer_state import LayerState
-from sparsepretrain.sparsity.method import Method, identity, title
+from sparsepretrain.sparsity.method import Method, identity
 from sparsepretrain.sparsity.metrics import measure
+from sparsepretrain.sparsity.patterns import Pattern, texts_of
 from sparsepretrain.sparsity.selection import refuse_sharded
 
 
@@ -98,7 +99,7 @@ class Sparsifier:
         self.steps = Steps(state, self.layers)
 
     def __repr__(self) -> str:
-        words = [title(self.method), f"{len(self.layers)} layers"]
+        words = [self._state.title, f"{len(self.layers)} layers"]
         if self._state.label:
             words.append(self._state.label)
         words.append(f"step {self.completed_steps}")
@@ -108,9 +109,26 @@ class Sparsifier:
 
     @property
     def method(self) -> Method:
-        """Method, with its current phase."""
+        """Method, with its current phase; with several patterns that of the first layer."""
         self._state.sync()
         return self._state.method
+
+    @property
+    def title(self) -> str:
+        """Name and patterns, such as ``srste 2:4`` or ``srste 1:4+2:4``."""
+        return self._state.title
+
+    @property
+    def methods(self) -> list[Method]:
+        """Methods of the layers, one for each pattern, alike except for n and m."""
+        self._state.sync()
+        return list(self._state.methods)
+
+    @property
+    def patterns(self) -> dict[str, Pattern]:
+        """Layer -> (N, M) of its current masks."""
+        self._state.sync()
+        return {name: layer.operands.method.pattern for name, layer in self.layers.items()}
 
     @property
     def refreshed(self) -> bool:
@@ -298,7 +316,7 @@ class Sparsifier:
 
         Args:
             masks: name of every sparse layer -> bool mask of the shape of the stored weight, with
-                at most N of M kept; other names are ignored.
+                at most N of M kept, by the pattern of the layer; other names are ignored.
 
         Raises:
             ConfigError: the method has no fixed mask (``asp`` with ``at=0``, ``slope``), a mask is
@@ -306,8 +324,8 @@ class Sparsifier:
         """
         self._require_sparse()
         self.require_fixed_masks()
-        n, m = self.method.pattern
         full = []
+        too_full: list[Pattern] = []
         for name, layer in self.layers.items():
             shape = tuple(layer.weight.shape)
             if name in masks and not isinstance(masks[name], Tensor):
@@ -316,20 +334,23 @@ class Sparsifier:
             found = tuple(masks[name].shape) if name in masks else None
             if found != shape:
                 raise ConfigError(f"mask of {name}: expected shape {shape}, got {found}")
+            n, m = layer.operands.method.pattern
             matrix = layer.operands.rows.local(masks[name])
             nonzeros = nonzeros_per_group(matrix, m, dim=layer.in_dim)
             if count := int((nonzeros > n).sum()):
                 full.append(f"{name} ({count:,} of {nonzeros.numel():,})")
+                too_full.append((n, m))
         if full:
             more = f" and {len(full) - 3} more layers" if len(full) > 3 else ""
+            limits = [text.replace(":", " of ") for text in texts_of(too_full)]
             raise ConfigError(
-                f"groups with more than {n} of {m} non-zeros: {', '.join(full[:3])}{more}: choose "
-                "masks by magnitude, or another pattern (n=4, m=4 keeps any zeros)"
+                f"groups with more than {' or '.join(limits)} non-zeros: {', '.join(full[:3])}"
+                f"{more}: choose masks by magnitude, or another pattern (n=4, m=4 keeps any zeros)"
             )
         for name, layer in self.layers.items():
             mask = masks[name].to(layer.weight.device).bool().contiguous()
             layer.sparsity.mask.copy_(pack_rows(layer.operands.rows.local(mask)))
-            self.method.begin_from_mask_(layer.sparsity)
+            layer.operands.method.begin_from_mask_(layer.sparsity)
             layer.operands.note_source(layer.weight)
         self._state.baseline_due = True
         self.refresh()
@@ -472,13 +493,15 @@ class Sparsifier:
     @contextlib.contextmanager
     def first_masks(self) -> Iterator[None]:
         """Let training forwards use the masks that training began from, instead of drawn ones."""
-        method = self.method
-        method.uses_first_mask = True
+        methods = self.methods
         try:
+            for method in methods:
+                method.uses_first_mask = True
             self.refresh()
             yield
         finally:
-            method.uses_first_mask = False
+            for method in methods:
+                method.uses_first_mask = False
             self.refresh()
 
     @torch.no_grad()
@@ -490,8 +513,8 @@ class Sparsifier:
                 batch; 0-d, fp64, equal on all ranks.
             scale: loss scale that the optimizer's step divides gradients by.
         """
-        method = self.method
         for layer in self.layers.values():
+            method = layer.operands.method
             rows = layer.operands.rows
             logits = layer.sparsity.logits
             gradient = functools.partial(method.policy_gradient, difference=difference)
@@ -593,6 +616,17 @@ class Sparsifier:
         own = _added_to(model)
         return {k: v for k, v in model.state_dict().items() if k.startswith(own)}
 
+    def left_dense_in(self, model: nn.Module) -> list[str]:
+        """Return the layers that ``patterns`` leaves dense, under the names of this model.
+
+        ``model``: the one given to ``sparsify``, a part, or a container of it.
+        """
+        weights = dict(self._state.root.named_parameters(remove_duplicate=False))
+        own = {id(parameter): name for name, parameter in model.named_parameters()}
+        left = self._state.dense_by_pattern
+        named = [weights.get(f"{name}.weight", weights.get(name)) for name in left]
+        return [own[id(w)].removesuffix(".weight") for w in named if id(w) in own]
+
     def dense_state_dict(self, *, full: bool = True) -> dict[str, Tensor]:
         """Return the state dict of the densified model, without changing the model.
 
@@ -608,11 +642,14 @@ class Sparsifier:
     @contextlib.contextmanager
     def without_residual(self) -> Iterator[None]:
         """Leave out the adapters or branches of the method: layers compute X·A(W)ᵀ alone."""
-        self.method.without_residual = True
+        methods = self.methods
         try:
+            for method in methods:
+                method.without_residual = True
             yield
         finally:
-            self.method.without_residual = False
+            for method in methods:
+                method.without_residual = False
 
     def coverage(self) -> Coverage:
         """Return the report of sparse layers and their operands."""
@@ -627,11 +664,15 @@ class Sparsifier:
         return prove(self.layers, self._state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counters and the method's scalars; the model's state dict also has them."""
-        options = self.method.options
+        """Return counters and the method's scalars; the model's state dict also has them.
+
+        ``pattern`` is [N, M], or if layers have different ones a list of them by layer.
+        """
+        methods = [layer.operands.method for layer in self.layers.values()]
+        patterns = [list(method.final_pattern) for method in methods]
         return {
-            "method": identity(self.method),
-            "pattern": [options.n, options.m],
+            "method": identity(*self._state.methods),
+            "pattern": patterns if len(self._state.methods) > 1 else patterns[0],
             "layers": list(self.layers),
             "completed_steps": self.completed_steps,
             "compared_at": self._state.compared_at,

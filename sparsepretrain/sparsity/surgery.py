@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,9 +31,9 @@ from sparsepretrain.sparsity.matmuls.fp8 import FP8Precision, precision_of
 from sparsepretrain.sparsity.matmuls.geometry import LayerSize
 from sparsepretrain.sparsity.matmuls.layer import LayerMatmuls
 from sparsepretrain.sparsity.matmuls.policy import SparseMatmulPolicy, sparse_matmul_policy
-from sparsepretrain.sparsity.method import Method, MethodOptions, title
+from sparsepretrain.sparsity.method import Method, MethodOptions
 from sparsepretrain.sparsity.operand_table import DW
-from sparsepretrain.sparsity.selection import check_shapes, select_layers
+from sparsepretrain.sparsity.selection import assign_patterns, check_shapes, select_layers
 from sparsepretrain.sparsity.sparsifier import Sparsifier, residual_weight
 
 
@@ -63,6 +65,9 @@ def sparsify(
             ``*.`` also matches at the root. ``"!glob"`` leaves layers out, as ``exclude`` does.
         exclude: globs of layers to leave out.
         n, m: N:M pattern along in_features, or along input channels at each kernel position.
+            Layers with another one are named by the option ``patterns``, such as
+            ``patterns={"*.fc1": "1:4", "blocks.0.*": "dense"}``: the first glob that matches a
+            layer decides.
         seed: seed of the method's random draws. Several sparsifiers of one model draw different
             numbers; two models with equal seeds draw the same ones.
         total_steps: optimizer steps of the run; required by options that are fractions of the run.
@@ -83,9 +88,9 @@ def sparsify(
 
     Raises:
         ConfigError: an argument has the wrong type; method or option is unknown, or a value is out
-            of range; a glob matches no layer; a layer is sparse already, shares its weight, or has
-            a width that is no multiple of M; ``model`` is a layer; weights are sharded (DTensor);
-            no layer supports the requested sparse or fp8 matmuls.
+            of range; a glob matches no layer, or decides none; a layer is sparse already, shares
+            its weight, or has a width that is no multiple of M; ``model`` is a layer; weights are
+            sharded (DTensor); no layer supports the requested sparse or fp8 matmuls.
     """
     targets, exclude = ([x] if isinstance(x, str) else x for x in (targets, exclude))
 
@@ -130,10 +135,12 @@ def sparsify_with(
     total_steps: int | None = None,
     sparse_matmuls: str | SparseMatmulPolicy = "emulate",
     precision: str | dict[str, str] | FP8Precision | None = None,
+    roles: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Sparsifier:
     """Do the work of :func:`sparsify` with checked options; raise the same errors.
 
     ``targets`` are globs. They replace ``options.targets``, which may have aliases such as ``ffn``.
+    ``roles`` has the globs of each alias, which keys of ``options.patterns`` may be.
     """
     if torch.is_inference_mode_enabled():
         raise ConfigError(
@@ -156,13 +163,26 @@ def sparsify_with(
         )
     dropped = [*exclude, *(p.removeprefix("!") for p in targets if p.startswith("!"))]
     layers = select_layers(model, [p for p in targets if not p.startswith("!")], dropped)
-    check_shapes(layers, method)
+    assigned = assign_patterns(model, layers, options.patterns, roles, method.final_pattern)
+    left_dense = tuple(name for name, pattern in assigned.items() if pattern is None)
+    layers = {name: layer for name, layer in layers.items() if assigned[name] is not None}
+    built = {method.final_pattern: method}
+    methods: dict[str, Method] = {}
+    for name, pattern in assigned.items():
+        if pattern is None:
+            continue
+        if pattern not in built:
+            n, m = pattern
+            built[pattern] = cls(dataclasses.replace(options, n=n, m=m), total_steps)
+        methods[name] = built[pattern]
+    check_shapes(layers, methods, options.m)
     device = next(iter(layers.values())).weight.device
     later = device.type == "cpu" and torch.cuda.is_available()  # the model may move there
     trains_on = torch.device("cuda", torch.cuda.current_device()) if later else device
     expected = []
-    for layer in layers.values():
-        expected.append(LayerMatmuls(method, formats, policy, _size_of(layer, trains_on)))
+    for name, layer in layers.items():
+        size = _size_of(layer, trains_on)
+        expected.append(LayerMatmuls(methods[name], formats, policy, size))
     banks = [name for name, layer in layers.items() if isinstance(layer, SparseBank)]
     if formats is not None and banks:
         raise ConfigError(
@@ -172,10 +192,12 @@ def sparsify_with(
         formats.require(matmuls.simulated for matmuls in expected)
     if policy is not None:
         policy.require(options.name, (matmuls.reasons for matmuls in expected))
-    state = ModelState(model, method, formats, policy, seed, device)
+    state = ModelState(model, methods, formats, policy, seed, device)
+    state.dense_by_pattern = left_dense
     # keys of draws: layers that were made sparse before have the first numbers
     first = sum(isinstance(module, SparseWeight) for module in model.modules())
     for index, (name, layer) in enumerate(layers.items(), first):
+        method = methods[name]
         is_bank = isinstance(layer, SparseBank)
         weight = layer.weight.detach()
         rows: Rows = BankRows(weight.shape) if is_bank else ALL_ROWS
@@ -239,7 +261,7 @@ def sparsifier_of(model: nn.Module) -> Sparsifier:
     if not states:
         raise ConfigError("the model is not sparse: call sparsify(model, method, targets=…)")
     if len(states) > 1:
-        several = ", ".join(title(state.method) for state in states)
+        several = ", ".join(state.title for state in states)
         raise ConfigError(
             f"the model has {len(states)} sparse parts with counters of their own ({several}), "
             "from several calls of sparsify or from copies of one: keep the handles, or call "
@@ -287,7 +309,7 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
         name = state.method.options.name
         if phase.evaluation and not state.phase_is_final:
             warnings.warn(
-                f"{title(state.method)} has not reached its pattern after {state.step} steps: "
+                f"{state.title} has not reached its pattern after {state.step} steps: "
                 f"densify leaves the weights of this phase, {phase.row.A}",
                 SparsePretrainWarning,
                 stacklevel=2,

@@ -126,7 +126,7 @@ def build_session(
         del initial_tensors
     calibrated = {}
     if chooses and run.init.mask == "wanda":
-        calibrated = wanda_masks(run, task, model, list(planned.layers), console)
+        calibrated = wanda_masks(run, task, model, planned.patterns, console)
     sparsifier = sparsify_model(run, task, model, device)
     restore_method(sparsifier, buffers)
     if chooses:
@@ -273,6 +273,7 @@ def sparsify_model(
             model,
             options,
             targets=resolve_targets(options.targets, task, model),
+            roles=task.roles,
             seed=run.seed,
             total_steps=run.steps,
             sparse_matmuls=policy,
@@ -416,7 +417,7 @@ def keeps_function(rules: FineTuning, options: MethodOptions, theirs: dict[str, 
         return False
     before = {**freeze.flat(theirs), **theirs}
     missing = object()
-    keys = ("name", "n", "m", "targets", *rules.same)
+    keys = ("name", "n", "m", "targets", "patterns", *rules.same)
     return all(before.get(key, missing) == attrgetter(key)(options) for key in keys)
 
 

@@ -18,7 +18,7 @@ from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.sparsity.coverage import padding_lines
 from sparsepretrain.sparsity.matmuls.policy import SparseMatmulPolicy, objection
 from sparsepretrain.sparsity.matmuls.sparse24 import TOKENS, padded_features, padding, rounded_up
-from sparsepretrain.sparsity.matmuls.three import MATMUL_OF
+from sparsepretrain.sparsity.matmuls.three import MATMUL_OF, MATMULS
 from sparsepretrain.sparsity.method import Method
 from sparsepretrain.sparsity.operand_table import Row
 from sparsepretrain.tasks import build_task
@@ -75,7 +75,11 @@ class MatmulFlops(NamedTuple):
 
 
 def matmul_flops(
-    run: Run, sparsifier: Sparsifier, inputs: dict[str, torch.Size], step: float
+    run: Run,
+    sparsifier: Sparsifier,
+    inputs: dict[str, torch.Size],
+    step: float,
+    only: Method | None = None,
 ) -> MatmulFlops:
     """Count the FLOPs of sparse linear layers, on any GPU that has 2:4 matmuls.
 
@@ -84,14 +88,14 @@ def matmul_flops(
         sparsifier: of a model on the meta device.
         inputs: name of a layer -> shape of its input in a micro-batch.
         step: FLOPs of the whole step.
+        only: count the layers of one of :attr:`Sparsifier.methods`; None: all.
     """
     method = sparsifier.method
-    row = Row() if method.dense_training else method.sparse_row
     policy = SparseMatmulPolicy("auto")
     micro_batches = run.batch.size // run.batch.micro
     dtype = compute_dtype(run.precision)
     # a method that learns from losses compares those of two forwards
-    forwards, matmuls = (2, ["fprop"]) if method.follows_policy else (1, [*row.operands])
+    forwards, matmuls = (2, ["fprop"]) if method.follows_policy else (1, [*MATMULS])
     counted = MatmulFlops(step, Counter(), Counter(), Counter(), Counter(), [])
     if method.dense_training:
         counted.reasons.append(method.dense_training)
@@ -99,6 +103,10 @@ def matmul_flops(
         is_convolution = layer.weight.dim() == 4
         if is_convolution or name not in inputs:  # or a bank of a module of no known class
             continue
+        own = layer.operands.method
+        if only not in (None, own):
+            continue
+        row = Row() if own.dense_training else own.sparse_row
         tokens = tuple(inputs[name][:-1])
         token_count = math.prod(tokens)
         in_features, out_features, _ = layer.sizes
@@ -162,27 +170,31 @@ def run_cost(run: Run, lines: Sequence[Mapping[str, Any]] | None = None) -> Cost
     flops = step_cost(run, task, model).flops
     inputs = layer_inputs(run, task, model)
     sparsifier = sparsify_model(run, task, model)
-    method = sparsifier.method
-    layers = matmul_flops(run, sparsifier, inputs, flops).layers
-    known = _planned(run, method) if lines is None else lines
-    logged = [line for line in known if line.get("sparse") is not None]
-    # A line tells the phase of the steps up to the next line; changes of phase have lines.
-    bounds = [0, *(line["step"] for line in logged[1:]), run.steps]
     halves = saved = 0.0
-    for line, (begin, end) in zip(logged, pairwise(bounds), strict=True):
-        method.set_step(line["step"])
-        # an optimizer may decide the phase: the record knows, a new method does not
-        row = method.sparse_row if method.scalars else method.phase.row
-        halved = row.halved if line["sparse"] else []
-        halves += (end - begin) * len(halved)
-        saved += (end - begin) * sum(layers[name] for name in halved) / 2
-    method.set_step(run.steps)
-    ends_sparse = bool(logged[-1]["sparse"]) if method.scalars else method.phase.evaluation
+    zeros = 0
+    for method in sparsifier.methods:
+        layers = matmul_flops(run, sparsifier, inputs, flops, only=method).layers
+        weights = [w for w in sparsifier.layers.values() if w.operands.method is method]
+        share = len(weights) / len(sparsifier.layers)
+        known = _planned(run, method) if lines is None else lines
+        logged = [line for line in known if line.get("sparse") is not None]
+        # A line tells the phase of the steps up to the next line; changes of phase have lines.
+        bounds = [0, *(line["step"] for line in logged[1:]), run.steps]
+        for line, (begin, end) in zip(logged, pairwise(bounds), strict=True):
+            method.set_step(line["step"])
+            # an optimizer may decide the phase: the record knows, a new method does not
+            row = method.sparse_row if method.scalars else method.phase.row
+            halved = row.halved if line["sparse"] else []
+            halves += (end - begin) * len(halved) * share
+            saved += (end - begin) * sum(layers[name] for name in halved) / 2
+        method.set_step(run.steps)
+        ends_sparse = bool(logged[-1]["sparse"]) if method.scalars else method.phase.evaluation
+        kept, of = method.sparse_row.A.pattern or (1, 1)
+        sparse_entries = sum(weight.weight.numel() for weight in weights)
+        zeros += sparse_entries * (of - kept) // of if ends_sparse else 0
     coverage = sparsifier.coverage()
     total = coverage.total_parameters
     entries = total - sum(math.prod(shape) for shape in coverage.embeddings.values())
-    kept, of = method.sparse_row.A.pattern or (1, 1)
-    zeros = coverage.sparse_parameters * (of - kept) // of if ends_sparse else 0
     return Cost(halves / run.steps, run.steps * flops - saved, total, entries, entries - zeros)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from sparsepretrain.pruning.walk import Calibration, prune_model
 from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.sparsity.engine.banks import SparseBank
 from sparsepretrain.sparsity.engine.weights import SparseWeight
+from sparsepretrain.sparsity.patterns import Pattern
 from sparsepretrain.tasks import Task, build_task
 
 RULES = ("magnitude", "zeros", "wanda")
@@ -56,15 +57,15 @@ def calibration_batches(
 
 
 def wanda_masks(
-    run: Run, task: Task, model: nn.Module, layers: Sequence[str], console: Console
+    run: Run, task: Task, model: nn.Module, patterns: Mapping[str, Pattern], console: Console
 ) -> dict[str, Tensor]:
     """Return masks of Wanda, calibrated on the first training samples; the model is unchanged.
 
     Args:
-        run: decides the pattern.
+        run: has the calibration text.
         task: with opened data.
         model: dense, with the initial weights, on the device of training.
-        layers: names of the layers that will be sparse.
+        patterns: name of a layer that will be sparse -> (N, M).
         console: shows progress.
 
     Raises:
@@ -76,13 +77,15 @@ def wanda_masks(
         task.open_data(("train",), on_progress=console.progress)
     batches = calibration_batches(task, SEQUENCES, device)
     forward = functools.partial(task.recipe.logits, model)
-    method = Wanda(Wanda.Options(), run.sparsity.n, run.sparsity.m)
+    methods = {name: Wanda(Wanda.Options(), n, m) for name, (n, m) in patterns.items()}
     was_training = model.training
     model.eval()
     masks: dict[str, Tensor] = {}
     report = console.counter("blocks")
     calibration = Calibration(forward, batches)
-    for stage in prune_model(model, layers, method, calibration, restore=True, progress=report):
+    for stage in prune_model(
+        model, list(patterns), methods, calibration, restore=True, progress=report
+    ):
         masks |= stage.masks
     model.train(was_training)
     return masks

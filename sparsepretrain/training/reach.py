@@ -60,11 +60,10 @@ def require_reach(run: Run, sparsifier: Sparsifier, weights: Mapping[str, Tensor
     steps = steps_to_zero(run, sparsifier)
     if steps is None:
         return None
-    method = sparsifier.method
     medians = []
     for name, layer in sparsifier.layers.items():
         weight = layer.operands.rows.local(weights[name].detach().float())
-        masked = ~method.mask(weight, layer.in_dim).bool()
+        masked = ~layer.operands.method.mask(weight, layer.in_dim).bool()
         medians.append(float(weight[masked].abs().median()))
     reach = Reach(steps, statistics.median(medians))
     if reach.steps < reach.median:
@@ -73,7 +72,7 @@ def require_reach(run: Run, sparsifier: Sparsifier, weights: Mapping[str, Tensor
                 (
                     "optim.lr",
                     f"={run.optim.lr:g} in {run.steps:,} steps cannot move the weights to zero "
-                    f"that sparsity={method.options.name} prunes at the end: {reach}, and the sum "
+                    f"that sparsity={run.sparsity.name} prunes at the end: {reach}, and the sum "
                     "must be the larger one; raise optim.lr or steps",
                 )
             ]

@@ -21,7 +21,7 @@ PATTERNS = ((1, 8), (1, 4), (2, 8), (4, 16), (1, 2), (2, 4), (4, 8), (8, 16))
 def zeros_note(model: nn.Module, sparsifier: Sparsifier) -> str:
     """Return a note if layers of the initial weights were pruned and zeros will train, or ""."""
     method = sparsifier.method
-    n, m = method.options.n, method.options.m
+    patterns = {layer: layer.operands.method.final_pattern for layer in sparsifier.layers.values()}
     kept = {*sparsifier.layers.values()} if method.keeps_zeros else set()
     pruned: dict[tuple[tuple[int, int] | None, bool], list[int]] = defaultdict(list)
     others: list[str] = []
@@ -38,8 +38,10 @@ def zeros_note(model: nn.Module, sparsifier: Sparsifier) -> str:
             continue
         pattern, exceptions = pattern_of(weight, 1 if family in (nn.Linear, nn.Conv2d) else 0)
         is_kept = module in kept
-        if is_kept and pattern is not None and pattern[0] * m >= n * pattern[1]:
-            continue  # as many non-zeros as the mask keeps, or more, of which a warning tells
+        if is_kept and pattern is not None:
+            n, m = patterns[module]
+            if pattern[0] * m >= n * pattern[1]:
+                continue  # as many non-zeros as the mask keeps, or more, of which a warning tells
         pruned[pattern, is_kept].append(exceptions)
     parts = [
         _described(pattern, is_kept, exceptions, method.options.name, bool(kept))

@@ -23,10 +23,13 @@ MODELS, METHODS = catalog()["model"], registry.names("method")
 def keys(cls: type) -> dict:
     """Return the names of the fields, nested."""
     hints = typing.get_type_hints(cls)
-    return {
-        f.name: keys(hints[f.name]) if dataclasses.is_dataclass(hints[f.name]) else None
-        for f in dataclasses.fields(cls)
-    }
+    return {f.name: _below(hints[f.name]) for f in dataclasses.fields(cls)}
+
+
+def _below(hint: object) -> dict | None:
+    if dataclasses.is_dataclass(hint):
+        return keys(hint)
+    return {} if typing.get_origin(hint) is dict else None  # sparsity.patterns is empty
 
 
 def shape(part: object) -> object:

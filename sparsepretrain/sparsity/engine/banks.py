@@ -75,6 +75,11 @@ class SparseBank(SparseWeight):
         self.replaces = owner.replaces if isinstance(owner, BankOwner) else type(owner)
 
     @property
+    def owner(self) -> nn.Module:
+        """Module that has the Parameter."""
+        return self._owner[0]
+
+    @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The Parameter, of shape (…, out, in), or (…, in, out) if ``in_dim`` is 0."""
         weight = self._owner[0]._parameters.get(self.key)

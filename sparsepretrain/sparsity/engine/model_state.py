@@ -6,7 +6,7 @@ import itertools
 import sys
 import warnings
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,16 +25,20 @@ from sparsepretrain.sparsity.engine.operands import LayerOperands
 from sparsepretrain.sparsity.engine.stored_masks import require_masks
 from sparsepretrain.sparsity.matmuls.fp8 import FP8Precision
 from sparsepretrain.sparsity.matmuls.policy import SparseMatmulPolicy
-from sparsepretrain.sparsity.method import Method, identity
+from sparsepretrain.sparsity.method import Method, identity, title
+from sparsepretrain.sparsity.patterns import Pattern, pattern_text
 
 BUFFERS = ("sparsity_counters", "sparsity_method")
 """Names of the buffers of the root; a root that is made sparse again has more, with a number."""
 METHOD_BYTES = 64
-"""Size of the buffer that holds the title of the method: constant, so that any title loads."""
+"""Size of the buffer that names method and patterns: constant, so that any name loads."""
 
 
 class ModelState:
     """Counters and phase of a sparse model, and the settings that its layers share.
+
+    Layers with different patterns have methods of their own, alike except for n and m. The first
+    one, :attr:`method`, has the scalars and reads the optimizer; the others follow it.
 
     The counters exist twice: as integers, which eager layers read without synchronizing with the
     device, and as a buffer of the root, which is part of state dicts. :meth:`sync` updates the
@@ -45,14 +49,22 @@ class ModelState:
     def __init__(
         self,
         root: nn.Module,
-        method: Method,
+        methods: Mapping[str, Method],
         precision: FP8Precision | None,
         policy: SparseMatmulPolicy | None,
         seed: int,
         device: torch.device,
     ) -> None:
         self.root = root
-        self.method = method
+        self.methods = [*dict.fromkeys(methods.values())]
+        """One method for each pattern, in the order of the layers (``methods``: by layer)."""
+        self.method = method = self.methods[0]
+        self.dense_by_pattern: tuple[str, ...] = ()
+        """Selected layers that ``patterns`` leaves dense."""
+        self.title = title(*self.methods)
+        """Name and patterns."""
+        patterns = [each.final_pattern for each in methods.values()]
+        self._stored_title = _stored_title(identity(*self.methods), patterns)
         self.precision = precision
         self.policy = policy
         self.operands: list[LayerOperands] = []
@@ -82,7 +94,7 @@ class ModelState:
         self.method_buffer = f"{named}{end}"
         size = 2 + len(method.scalars) + 1  # step, compared_at, scalars, checksum
         root.register_buffer(self.buffer, torch.zeros(size, dtype=torch.int64, device=device))
-        root.register_buffer(self.method_buffer, _encoded(identity(method)).to(device))
+        root.register_buffer(self.method_buffer, _encoded(self._stored_title).to(device))
         self._hooks = [
             root.register_forward_pre_hook(self.before_forward),
             root.register_load_state_dict_pre_hook(self.before_load),
@@ -94,7 +106,8 @@ class ModelState:
         self._copy: CopyWatch | None = None
         """Watch over a copy, such as an average of weights; None: this is no copy."""
         self._seen: tuple[Tensor, int] | None = None  # buffer, its version: equal to the integers
-        method.set_step(0)
+        for each in self.methods:
+            each.set_step(0)
         self.write()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -141,9 +154,11 @@ class ModelState:
 
     def _enter(self, step: int) -> None:
         """Enter the phase after ``step`` completed steps."""
-        before = self.method.phase
-        self.method.set_step(step)
-        if self.method.phase != before:
+        before = [method.phase for method in self.methods]
+        for method in self.methods:
+            method.scalars = self.method.scalars
+            method.set_step(step)
+        if [method.phase for method in self.methods] != before:
             for operands in self.operands:
                 operands.choose_ways()
 
@@ -215,7 +230,7 @@ class ModelState:
         """Write the buffer of the method's title once it has left the meta device."""
         codes = self.root.get_buffer(self.method_buffer)
         if self.left_meta and not codes.is_meta:
-            codes.copy_(_encoded(identity(self.method)))
+            codes.copy_(_encoded(self._stored_title))
             self.left_meta = False
 
     def _values(self) -> list[int]:
@@ -225,14 +240,14 @@ class ModelState:
 
     def before_load(self, module: nn.Module, state_dict: Any, prefix: str, *args: Any) -> None:
         """Refuse the state of another method, and add the counters that a dense one lacks."""
-        this = _decoded(_encoded(identity(self.method)))  # a long name of a plug-in is cut
+        this = _decoded(_encoded(self._stored_title))  # a long name of a plug-in is cut
         stored = state_dict.get(prefix + self.method_buffer)
         # A model that left the meta device may pass its own buffer, which has no values yet.
         named = stored is not None and not (stored.is_meta or self.left_meta)
         if named and (other := _decoded(stored)) != this:
             raise ConfigError(
                 f"the state dict is of a model with {other}, this one has {this}: call sparsify "
-                "with the method, n and m of the checkpoint"
+                "with the method, n, m and patterns of the checkpoint"
                 f"{', and its total_steps' if self.method.follows_length else ''}"
             )
         buffer = self.root.get_buffer(self.buffer)
@@ -256,8 +271,7 @@ class ModelState:
         """Refuse stored masks that are not N:M, once the method has reached its pattern."""
         if self.phase_is_final and not self.is_sharded:
             # a model that left the meta device may be loaded in pieces
-            loaded = [operands.state for operands in self.operands if operands.initialized]
-            require_masks(loaded, self.method.pattern)
+            require_masks(operands for operands in self.operands if operands.initialized)
 
     def after_state_dict(self, module: nn.Module, *args: Any) -> None:
         """Refuse averaged counters; warn once if another library saves the dense weights."""
@@ -316,7 +330,7 @@ class ModelState:
     def phase_is_final(self) -> bool:
         """True if evaluation uses the final pattern of the method, not an earlier one."""
         phase = self.method.phase
-        reached = phase.row.A.pattern == self.method.sparse_row.A.pattern
+        reached = all(m.phase.row.A.pattern == m.sparse_row.A.pattern for m in self.methods)
         reached |= self.method.trains_another_weight  # training has weights of its own
         # STEP evaluates N:M weights while it still trains dense ones
         return phase.evaluation and (reached or not phase.training)
@@ -374,7 +388,8 @@ class ModelState:
 
     def warn_of_remarks(self) -> None:
         """Warn of what the method noticed about weights while it updated all layers."""
-        for text, layers in self.method.take_remarks().items():
+        remarks = [remark for method in self.methods for remark in method.take_remarks().items()]
+        for text, layers in remarks:
             shown = ", ".join(layers[:3])
             more = f" and {len(layers) - 3} more layers" if len(layers) > 3 else ""
             warnings.warn(
@@ -450,6 +465,20 @@ def _checksum(values: list[int]) -> int:
     """
     checksum, zeros = (zlib.crc32(repr(v).encode()) for v in (values, [0] * len(values)))
     return checksum ^ zeros
+
+
+def _stored_title(named: str, patterns: list[Pattern]) -> str:
+    """Return the name that checkpoints store; it tells which layer has which of several patterns.
+
+    Args:
+        named: method and patterns, see :func:`identity`.
+        patterns: of the sparse layers, in the model's order.
+    """
+    if len(set(patterns)) == 1:
+        return named
+    layers = zlib.crc32(",".join(map(pattern_text, patterns)).encode())
+    end = f" [{layers:08x}]"
+    return named[: METHOD_BYTES - len(end)] + end
 
 
 def _encoded(text: str) -> Tensor:

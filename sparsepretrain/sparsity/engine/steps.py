@@ -27,7 +27,7 @@ from sparsepretrain.sparsity.engine.model_state import ModelState
 from sparsepretrain.sparsity.engine.outside_reads import OutsideReads
 from sparsepretrain.sparsity.engine.sharing import require_unshared
 from sparsepretrain.sparsity.engine.weights import SparseWeight
-from sparsepretrain.sparsity.method import Method, title
+from sparsepretrain.sparsity.method import Method
 from sparsepretrain.sparsity.operand_table import DW, G, X
 
 
@@ -54,7 +54,7 @@ class Steps:
     def decay(self) -> float:
         """See :attr:`Sparsifier.decay`."""
         self.state.sync()
-        method = self.state.method
+        method = self.state.method  # λ is the same with any pattern
         if not _adjusts(method):
             return 0.0
         return method.decay
@@ -167,7 +167,7 @@ class Steps:
             more = f" and {len(evaluated) - 1} more layers" if len(evaluated) > 1 else ""
             warnings.warn(
                 f"{evaluated[0]!r}{more} was trained in evaluation mode, where inputs and "
-                f"gradients are not those of {title(self.state.method)}: call model.train(); to "
+                f"gradients are not those of {self.state.title}: call model.train(); to "
                 "freeze BatchNorm or dropout, call eval() of those modules alone",
                 SparsePretrainWarning,
                 stacklevel=frames_to_the_caller(),
@@ -230,7 +230,8 @@ class Steps:
             before = grad.clone() if rounds else None
             # an optimizer that maximizes subtracts the gradient, and with it the decay
             is_negated = bool(negated) and id(operands.rows.parameter(layer.weight)) in negated
-            method.adjust_gradient_(grad, weight, mask, -scale if is_negated else scale)
+            signed = -scale if is_negated else scale
+            operands.method.adjust_gradient_(grad, weight, mask, signed)
             if before is not None:
                 self._checked_rounding = True
                 warn_if_decay_is_lost(name, before, grad, weight, mask)
@@ -249,7 +250,7 @@ class Steps:
             # a penalty couples a Parameter and the weight, which FSDP shards by rows of their own
             weight = rows.gather(widen(rows.local(layer.weight).detach()))
             state = rows.whole_state(layer.sparsity)
-            for name, gradient in self.state.method.penalty_gradients(weight, state).items():
+            for name, gradient in layer.operands.method.penalty_gradients(weight, state).items():
                 parameter = getattr(layer.sparsity, name)
                 if parameter.grad is not None:  # the layer took part in this step
                     factor = -scale if id(parameter) in negated else scale
@@ -295,9 +296,10 @@ class Steps:
             rates: Any = {id(p): g.get("lr") for g in optimizer.param_groups for p in g["params"]}
             for name, mask in masks.items():
                 weight = self.layers[name].weight
-                rows = self.layers[name].operands.rows
+                operands = self.layers[name].operands
+                rows = operands.rows
                 rate = rates[id(rows.parameter(weight))]
-                method.adjust_weight_(rows.local(weight), mask, float(rate))
+                operands.method.adjust_weight_(rows.local(weight), mask, float(rate))
         if _overrides(method, "proximal_step") and method.phase.training:
             self._take_proximal_steps()
         # The order matters: the phase of the next step says which operands are made, FSDP has to

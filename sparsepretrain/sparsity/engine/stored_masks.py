@@ -9,33 +9,36 @@ import torch
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import nonzeros_per_group, unpacked
 from sparsepretrain.sparsity.engine.attachments import read_together
-from sparsepretrain.sparsity.layer_state import LayerState
+from sparsepretrain.sparsity.engine.operands import LayerOperands
 
 
 @torch.no_grad()
-def require_masks(states: Iterable[LayerState], pattern: tuple[int, int]) -> None:
+def require_masks(layers: Iterable[LayerOperands]) -> None:
     """Refuse masks that keep more than N of M; layers whose masks follow the weight have none.
 
     Packed bits that were averaged as integers are other bits: a soup of models, or an average of
     clients, passes every check of counters if all models took as many steps.
 
     Args:
-        states: of layers that are not sharded.
-        pattern: (N, M) of the masks.
+        layers: that are not sharded.
 
     Raises:
         ConfigError: names the first layer, with the number of its wrong groups.
     """
-    n, m = pattern
+    patterns = {}
     counts = {}
-    for state in states:
+    for operands in layers:
+        n, m = operands.method.pattern
+        state = operands.state
         mask = state._buffers.get("mask")
         if mask is None or mask.is_meta:
             continue
         nonzeros = nonzeros_per_group(unpacked(mask, state.shape), m, dim=state.dim)
         counts[state.layer_name] = (nonzeros > n).sum()
+        patterns[state.layer_name] = n, m
     wrong = {name: count for name, count in read_together(counts).items() if count}
     for name, count in wrong.items():
+        n, m = patterns[name]
         more = f" (and of {len(wrong) - 1} more layers)" if len(wrong) > 1 else ""
         raise ConfigError(
             f"the mask of {name!r}{more} keeps more than {n} of {m} in {count:,} groups: masks of "

@@ -74,7 +74,7 @@ class SparseWeight(nn.Module):
     def extra_repr(self) -> str:
         """Return the original representation and the method."""
         model = self.sparse_model
-        words = (super().extra_repr(), title(model.method), model.label)
+        words = (super().extra_repr(), title(self.operands.method), model.label)
         return ", ".join(filter(None, words))
 
     def follow_counters(self) -> None:

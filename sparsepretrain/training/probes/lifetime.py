@@ -54,7 +54,7 @@ class Lifetime(Probe["Session"]):
             return
         for name, layer in session.sparsifier.layers.items():
             mask = compared_mask(layer)
-            bins = self._bins(session, layer)
+            bins = self._bins(layer)
             # 6 bytes per entry and 5 per group, on the device and in checkpoints
             self._layers[name] = {
                 "mask": mask,
@@ -75,7 +75,7 @@ class Lifetime(Probe["Session"]):
             self.write(session, self._summary(session))
             for name, history in self._layers.items():
                 history["flips"].zero_()
-                history["bins"] = self._bins(session, layers[name])
+                history["bins"] = self._bins(layers[name])
             self._counts = dict.fromkeys(COUNTS, 0)
             self._compared = 0
 
@@ -88,7 +88,7 @@ class Lifetime(Probe["Session"]):
             self._counts[key] += int(entries.sum())
         history["died"] |= dead
         history["since"].masked_fill_(changed, session.step)
-        history["flips"] += self._grouped(session, layer, changed).any(-1)
+        history["flips"] += self._grouped(layer, changed).any(-1)
         history["mask"] = new
 
     def _summary(self, session: Session) -> dict[str, float]:
@@ -100,7 +100,7 @@ class Lifetime(Probe["Session"]):
         for name, history in self._layers.items():
             flips.append(history["flips"].flatten())
             bins.append(history["bins"].flatten())
-            groups = self._grouped(session, layers[name], history["since"])
+            groups = self._grouped(layers[name], history["since"])
             touched.append((groups > 0).any(-1).flatten())
             ages.append(session.step - history["since"][history["mask"]])
         entries = sum(history["mask"].numel() for history in self._layers.values())
@@ -120,10 +120,9 @@ class Lifetime(Probe["Session"]):
             line[f"flips_gap_{index}"] = total / max(size * self._compared, 1)
         return line
 
-    def _bins(self, session: Session, layer: SparseWeight) -> Tensor:
+    def _bins(self, layer: SparseWeight) -> Tensor:
         """Return the class of each group by its L1 gap, uint8."""
-        n = session.sparsifier.method.options.n
-        m = session.sparsifier.method.options.m
+        n, m = layer.operands.method.final_pattern
         weight = layer.operands.rows.local(layer.weight.detach())
         low, high = kernels.boundary_magnitudes(weight, n, m, dim=layer.sparsity.dim)
         gap = (high - low).movedim(layer.sparsity.dim, -1)
@@ -131,9 +130,9 @@ class Lifetime(Probe["Session"]):
         ranks = ranks * self.options.bins // gap.numel()
         return ranks.view(gap.shape).to(torch.uint8)
 
-    def _grouped(self, session: Session, layer: SparseWeight, values: Tensor) -> Tensor:
+    def _grouped(self, layer: SparseWeight, values: Tensor) -> Tensor:
         """Return values by groups, (…, groups, M)."""
-        m = session.sparsifier.method.options.m
+        _, m = layer.operands.method.final_pattern
         groups: Tensor = values.movedim(layer.sparsity.dim, -1).unflatten(-1, (-1, m))
         return groups
 
