@@ -23,22 +23,31 @@ def sparsity_of(
         weights: the proof in words.
 
     Returns:
-        ``pattern`` (N:M; several as 1:4+2:4; None: dense), ``weights``, ``layers``, and
-        ``patterns``, layer -> N:M, if there are several.
+        ``pattern`` (N:M; several as 1:4+2:4; None: dense), ``weights``, ``layers``, and if there
+        are several ``patterns``, N:M -> layers.
     """
-    texts = {name: pattern_text(pattern) for name, pattern in patterns.items()}
     about: dict[str, Any] = {
         "pattern": pattern_text(*patterns.values()) if patterns else None,
         "weights": weights,
         "layers": list(layers),
     }
-    if len({*texts.values()}) > 1:
-        about["patterns"] = texts
+    if len(groups := grouped(patterns)) > 1:
+        about["patterns"] = {pattern_text(pattern): names for pattern, names in groups.items()}
     if dense:
         about["dense"] = list(dense)
     return about
 
 
-def patterns_of(about: Mapping[str, Any]) -> dict[str, str]:
-    """Return layer -> N:M of the entries of a file whose ``pattern`` is not None."""
-    return dict(about.get("patterns") or dict.fromkeys(about["layers"], about["pattern"]))
+def grouped(patterns: Mapping[str, Pattern]) -> dict[Pattern, list[str]]:
+    """Return the layers of each pattern."""
+    groups: dict[Pattern, list[str]] = {}
+    for name, pattern in patterns.items():
+        groups.setdefault(pattern, []).append(name)
+    return groups
+
+
+def layers_by_pattern(about: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return N:M -> layers of the content of a file; empty: the weights are dense."""
+    if about["pattern"] is None:
+        return {}
+    return dict(about.get("patterns") or {about["pattern"]: about["layers"]})

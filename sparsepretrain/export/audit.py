@@ -20,6 +20,7 @@ from torch import nn
 
 from sparsepretrain.console import Console
 from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain.export.about import grouped
 from sparsepretrain.export.claims import CONFIG, Claim, read_claims
 from sparsepretrain.export.loading import as_loaded, model_of, not_loaded
 from sparsepretrain.export.perplexity import perplexities, read_tokens
@@ -572,10 +573,8 @@ def audit_any(
     proof = sparsifier.prove()
     claims = []
     if proof.sparse:
-        patterns = sparsifier.patterns
-        for pattern in dict.fromkeys(patterns.values()):
-            layers_of = tuple(name for name, own in patterns.items() if own == pattern)
-            claims.append(Claim("the run", pattern, layers_of))
+        groups = grouped(sparsifier.patterns)
+        claims += [Claim("the run", pattern, tuple(names)) for pattern, names in groups.items()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of dense phases and adapters: the audit says so
         dense = densify(model)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsepretrain.errors import CheckpointError
-from sparsepretrain.export.about import ABOUT, patterns_of
+from sparsepretrain.export.about import ABOUT, layers_by_pattern
 from sparsepretrain.files import read_json
 from sparsepretrain.sparsity.patterns import pattern_in
 
@@ -67,13 +67,11 @@ def read_claims(directory: Path) -> list[Claim]:
 
 
 def _of_about(about: Mapping[str, Any]) -> Iterator[Claim]:
-    if about["pattern"] is None:
+    groups = layers_by_pattern(about)
+    for text, layers in groups.items():
+        yield Claim(ABOUT, pattern_in(text), tuple(layers))
+    if not groups:
         yield Claim(ABOUT, None, ())
-        return
-    patterns = patterns_of(about)
-    for text in dict.fromkeys(patterns.values()):
-        layers = tuple(name for name, own in patterns.items() if own == text)
-        yield Claim(ABOUT, pattern_in(text), layers)
 
 
 def _of_config(config: Mapping[str, Any]) -> Iterator[Claim]:

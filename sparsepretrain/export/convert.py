@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsepretrain.errors import CheckpointError
+from sparsepretrain.export.about import grouped
 from sparsepretrain.export.audit import audit
 from sparsepretrain.export.tokenizer import make_tokenizer
 from sparsepretrain.models.pretrained import quiet
@@ -193,8 +194,7 @@ def write(converted: Converted, directory: Path) -> float:
         with quiet():
             model.save_pretrained(directory)  # type: ignore[operator]
         _copy_generation(converted, directory)
-    for pattern in dict.fromkeys(converted.patterns.values()):
-        layers = [name for name, own in converted.patterns.items() if own == pattern]
+    for pattern, layers in grouped(converted.patterns).items():
         result = audit(directory, require=pattern, layers=layers)
         if result.fails:
             wrong = next(finding for finding in result.findings if not finding.is_note)

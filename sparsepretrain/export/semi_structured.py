@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsepretrain.errors import CheckpointError, ConfigError
-from sparsepretrain.export.about import ABOUT, patterns_of
+from sparsepretrain.export.about import ABOUT, layers_by_pattern
 from sparsepretrain.files import read_json
 from sparsepretrain.kernels.cusparselt.packed24 import allowed_error, fault_of, version
 from sparsepretrain.kernels.packed24 import TYPES
@@ -49,8 +49,7 @@ def load_semi_structured(
         (name,) = read_json(directory / "config.json")["architectures"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{directory} is not an export of a transformers model") from error
-    patterns = {} if about["pattern"] is None else patterns_of(about)
-    layers = [layer for layer, pattern in patterns.items() if pattern == "2:4"]
+    layers = layers_by_pattern(about).get("2:4", [])
     if not layers:
         raise ConfigError(
             f"semi-structured tensors are 2:4, those in {directory} are {about['weights']}: load "

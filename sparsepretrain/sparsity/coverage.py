@@ -143,6 +143,7 @@ def _layers(count: int) -> str:
 def cover(layers: dict[str, SparseWeight], state: ModelState) -> Coverage:
     """Build the report."""
     method = state.method
+    patterns = [layer.operands.method.final_pattern for layer in layers.values()]
     rows = []
     for name, layer in layers.items():
         own = layer.operands.method
@@ -160,7 +161,7 @@ def cover(layers: dict[str, SparseWeight], state: ModelState) -> Coverage:
     census = count_weights(state.root)
     return Coverage(
         method=method.options.name,
-        pattern=pattern_text(*(each.final_pattern for each in state.methods)),
+        pattern=pattern_text(*patterns),
         row=method.sparse_row,
         title=state.title,
         layers=rows,
@@ -289,7 +290,7 @@ def prove(layers: dict[str, SparseWeight], state: ModelState) -> Proof:
     """Count non-zeros per group of M along in_features in every forward weight."""
     phase = state.method.phase
     why = "" if phase.evaluation else phase.reason
-    pattern = pattern_text(*(method.pattern for method in state.methods))
+    pattern = pattern_text(*(layer.operands.method.pattern for layer in layers.values()))
     proof = Proof(pattern=pattern, sparse=False, why_dense=why)
     a = phase.row.A
     follows_training = phase.evaluation and not state.method.trains_another_weight

@@ -425,17 +425,17 @@ def typical_row(name: str, method: type[Method]) -> Row:
     return method(method.Options(name=name), 1000).sparse_row
 
 
-def title(method: Method, *others: Method) -> str:
+def title(*methods: Method) -> str:
     """Return name and pattern, such as ``sste 2:4``; only the name if no matmul is N:M.
 
-    ``others``: the same method with other patterns, as in ``sste 1:4+2:4``.
+    ``methods`` differ in their patterns only; several are named as in ``sste 1:4+2:4``.
     """
-    name = method.options.name
-    patterns = [each.final_pattern for each in (method, *others)]
-    return f"{name} {pattern_text(*patterns)}" if method.sparse_row.sparse else name
+    name = methods[0].options.name
+    patterns = [method.final_pattern for method in methods]
+    return f"{name} {pattern_text(*patterns)}" if methods[0].sparse_row.sparse else name
 
 
-def identity(method: Method, *others: Method) -> str:
+def identity(*methods: Method) -> str:
     """Return what must be equal where a run goes on: :func:`title`, and its length if it counts."""
-    named = title(method, *others)
-    return f"{named} over {method.schedule.total_steps} steps" if method.follows_length else named
+    steps = methods[0].schedule.total_steps
+    return title(*methods) + (f" over {steps} steps" if methods[0].follows_length else "")

@@ -672,7 +672,7 @@ class Sparsifier:
         patterns = [list(method.final_pattern) for method in methods]
         return {
             "method": identity(*self._state.methods),
-            "pattern": patterns if len(self._state.methods) > 1 else patterns[0],
+            "pattern": patterns if len({*map(tuple, patterns)}) > 1 else patterns[0],
             "layers": list(self.layers),
             "completed_steps": self.completed_steps,
             "compared_at": self._state.compared_at,

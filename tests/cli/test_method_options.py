@@ -23,6 +23,7 @@ OUT_OF_RANGE = {
     "rate": (-1.0,), "at": PROPER, "dense_tail": PROPER, "refresh": (0, -40), "every": (0,),
     "candidates": (0,), "window_length": (0,), "epsilon": (-1e-4,),
     "clipping": ([-0.1, 0.5], [0.1, 1.5], [0.5, 0.1]),
+    "patterns": ({"a": "0:4"}, {"a": "5:4"}, {"a": "2"}, {"a": "none"}, {"a": ""}),
 }  # fmt: skip
 """Key -> values of the right type that no method accepts."""
 
@@ -53,7 +54,8 @@ def refusal(method: str, **changes: typing.Any) -> str:
 @pytest.mark.parametrize("method", METHODS)
 def test_wrong_types_are_one_message_that_names_the_key(method):
     for key in keys(method):
-        for value in ({"a": 1}, 5 if key == "targets" else "wrong"):
+        mapping = [1] if key == "patterns" else {"a": 1}
+        for value in (mapping, 5 if key == "targets" else "wrong"):
             assert f"sparsity.{key} must be" in refusal(method, **{key: value}), (key, value)
 
 

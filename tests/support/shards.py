@@ -110,12 +110,13 @@ def optimizer(method: str, model: nn.Module, fused: bool) -> torch.optim.Optimiz
     return torch.optim.AdamW(model.parameters(), lr=3e-3, fused=fused)
 
 
-def sparse_model(name: str, kind: str, inner: int, seed: int = 0) -> Any:
+def sparse_model(name: str, kind: str, inner: int, patterns: dict[str, str], seed: int = 0) -> Any:
     """A whole model, and the method of one of ``VARIANTS`` in it."""
     method, given = options(name)
     model = model_of(kind, inner, seed)
     targets = ["*.experts"] if kind.startswith("bank") else ["*.up", "*.down"]
-    return model, sp.sparsify(model, method, targets=targets, seed=3, total_steps=STEPS, **given)
+    given |= {"patterns": patterns, "seed": 3, "total_steps": STEPS}
+    return model, sp.sparsify(model, method, targets=targets, **given)
 
 
 @torch.no_grad()
@@ -124,7 +125,7 @@ def misaligned(model: Any, sparsifier: sp.Sparsifier, state: dict[str, Any], *re
 
     Args:
         state: of the model, gathered.
-        rest: name, kind and inner width, for a whole model that takes ``state``.
+        rest: name, kind, inner width and patterns, for a whole model that takes ``state``.
     """
     other, alone = sparse_model(*rest)
     other.load_state_dict(state, strict=False)  # without what is empty
@@ -188,6 +189,7 @@ def train(
     micro_batches: int = 4,
     resume: str = "",
     meta: str = "",
+    patterns: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Losses, flips and metrics of every step; masks, proof and weights at the end.
 
@@ -201,7 +203,7 @@ def train(
 
     def start(seed: int = 0) -> tuple[nn.Sequential, sp.Sparsifier, torch.optim.Optimizer]:
         with torch.device("meta") if meta and shards else nullcontext():
-            model, sparsifier = sparse_model(name, kind, inner, seed)
+            model, sparsifier = sparse_model(name, kind, inner, patterns or {}, seed)
         if shards:
             sparsifier.prepare_sharding()
             names, sizes = ("replicate", "shard"), (replicas, world // replicas)
@@ -268,7 +270,8 @@ def train(
                 losses.append(float((model(parts[0][0]) - parts[0][1]).square().sum()))
             model.train()
     state = {key: whole(value) for key, value in model.state_dict().items() if value.numel()}
-    off = misaligned(model, sparsifier, state, name, kind, inner) if shards else 0
+    given = name, kind, inner, patterns or {}
+    off = misaligned(model, sparsifier, state, *given) if shards else 0
     dense = sparsifier.dense_state_dict()
     rows = sparsifier.dense_state_dict(full=False)
     fits = all([torch.equal(whole(rows[key]), value) for key, value in dense.items()])

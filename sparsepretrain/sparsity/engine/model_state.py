@@ -61,8 +61,6 @@ class ModelState:
         self.method = method = self.methods[0]
         self.dense_by_pattern: tuple[str, ...] = ()
         """Selected layers that ``patterns`` leaves dense."""
-        self.title = title(*self.methods)
-        """Name and patterns."""
         patterns = [each.final_pattern for each in methods.values()]
         self._stored_title = _stored_title(identity(*self.methods), patterns)
         self.precision = precision
@@ -123,6 +121,11 @@ class ModelState:
     def step(self) -> int:
         """Completed optimizer steps."""
         return self.clock.step
+
+    @property
+    def title(self) -> str:
+        """Name, and the patterns of the layers."""
+        return title(*([operands.method for operands in self.operands] or self.methods))
 
     @property
     def label(self) -> str:

@@ -46,6 +46,22 @@ RESUMED = [
     for order in ("together", "model_first", "optimizer_first")
 ]
 META = [{"name": name, "meta": filled} for name in VARIANTS for filled in ("loaded", "initialized")]
+LINEAR = {"0.up": "dense", "*.up": "1:4", "1.down": "2:8"}
+BANKS = {"*.up_proj": "1:4", "1.experts.down_proj": "dense"}
+MIXED = [
+    *({"name": n, "patterns": LINEAR} for n in VARIANTS if n not in ("sste weight", "act24")),
+    {"name": "act24", "patterns": {"0.up": "dense", "*.up": "1:4", "1.down": "3:4"}},
+    *(
+        {"name": n, "kind": kind, "patterns": LINEAR}
+        for kind in ("conv1d", "conv2d")
+        for n in ("sste", "tsrste")
+    ),
+    {"name": "srste", "kind": "bank", "patterns": BANKS},
+    {"name": "tsrste", "kind": "bank_in_out", "patterns": BANKS},
+    {"name": "sste", "patterns": LINEAR, "resume": "load_together"},
+    {"name": "tsrste", "patterns": LINEAR, "meta": "initialized"},
+    {"name": "step", "patterns": LINEAR, "evaluates": True, "reshard": False},
+]
 REPLICAS = [{"name": name, "replicas": 2} for name in ("sste", "bimask", "tsrste")]
 
 
@@ -57,8 +73,9 @@ REPLICAS = [{"name": name, "replicas": 2} for name in ("sste", "bimask", "tsrste
         (4, REPLICAS),
         (2, RESUMED),
         (2, META),
+        (2, MIXED),
     ],
-    ids=["methods", "storages", "ways", "uneven", "replicas", "resumed", "meta"],
+    ids=["methods", "storages", "ways", "uneven", "replicas", "resumed", "meta", "mixed"],
 )
 def test_shards_give_the_answer_of_a_whole_model(size, cases):
     for case, found in zip(cases, compared(size, cases), strict=True):
