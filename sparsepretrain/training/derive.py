@@ -194,7 +194,7 @@ def _from_run(config: dict[str, Any], parsed: Overrides) -> dict[str, Any]:
     source: type[Method] = registry.get("method", before["name"])
     chosen = parsed.choices.get("sparsity", source.finetuning.method or before["name"])
     parsed.choices["sparsity"] = chosen
-    settings |= {f"sparsity.{key}": before[key] for key in PATTERN_KEYS if key in before}
+    settings |= {f"sparsity.{key}": before[key] for key in PATTERN_KEYS}
     if chosen == before["name"]:
         # the window and the phases were those of pre-training
         parsed.blocks["sparsity"] = {**before, "window": {"start": 0.0, "stop": 1.0}}

@@ -47,6 +47,8 @@ def zeros_note(model: nn.Module, sparsifier: Sparsifier) -> str:
         _described(pattern, is_kept, exceptions, method.options.name, bool(kept))
         for (pattern, is_kept), exceptions in pruned.items()
     ]
+    if len({pattern for pattern, _ in pruned if pattern is not None}) > 1:
+        parts.append("sparsity.patterns keeps layers with different patterns in one run")
     if others:
         count = "1 weight" if len(others) == 1 else f"{len(others)} weights"
         more = "" if len(others) == 1 else ", …"
