@@ -12,6 +12,8 @@ from torch import nn
 
 import sparsepretrain as sp
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
+from sparsepretrain.export import save_onnx
+from sparsepretrain.export.audit import audit
 from support.families import small_config
 from support.small_models import Net
 
@@ -66,6 +68,36 @@ def test_a_saved_model_loads_elsewhere_with_equal_logits(tmp_path, method):
     if method == "sste":
         weight = loaded.transformer.h[0].mlp.c_fc.weight
         assert ((weight != 0).unflatten(0, (-1, 4)).sum(1) <= 2).all()
+
+
+def test_the_files_say_which_layer_has_which_pattern(tmp_path):
+    model = gpt2()
+    patterns = {"*h.0.mlp.c_fc": "1:4", "*h.1.mlp.c_fc": "dense"}
+    handle = sp.sparsify(model, "srste", targets=["*.mlp.*"], patterns=patterns)
+    block = "transformer.h.{}.mlp.{}".format
+    for directory, saved in (("whole", model), ("part", model.transformer)):
+        sp.save_pretrained(saved, tmp_path / directory)
+        about = json.loads((tmp_path / directory / "sparsity.json").read_text())
+        start = "" if saved is model else "transformer."
+        names = [block(*pair).removeprefix(start) for pair in ((0, "c_fc"), (0, "c_proj"))]
+        assert about["pattern"] == "1:4+2:4"
+        assert about["patterns"]["1:4"] == names[:1] and names[1] in about["patterns"]["2:4"]
+        assert about["dense"] == [block(1, "c_fc").removeprefix(start)]
+        assert not audit(tmp_path / directory).findings
+    inputs = {"input_ids": torch.arange(32)[None]}
+    found = save_onnx(LogitsOf(model), tmp_path / "model.onnx", inputs)
+    assert {name.removeprefix("model.") for name in found} == set(handle.layers)
+
+
+class LogitsOf(nn.Module):
+    """A container of a model that returns nothing but logits."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids):
+        return self.model(input_ids, use_cache=False).logits
 
 
 def test_a_layer_with_two_names_is_under_both():

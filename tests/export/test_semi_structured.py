@@ -27,12 +27,28 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "are 2:4, those in .* are dense weights since step 2",
         ),
         (("sparsity=ste", "sparsity.n=1"), "are 2:4, those in .* are 1:4 in all"),
+        (
+            ("sparsity=ste", "sparsity.patterns={*.c_fc: 1:4, *.c_proj: 2:8}"),
+            "are 2:4, those in .* are 1:4 in 2 layers and 2:8 in 2 layers",
+        ),
     ],
 )
 def test_unsupported_weights_are_refused(overrides, message, tmp_path):
     directory, _ = export(write_run(tmp_path, "gpt2", *overrides))
     with pytest.raises(ConfigError, match=message):
         load_semi_structured(directory)
+
+
+def test_layers_with_other_patterns_stay_as_they_are(tmp_path, monkeypatch):
+    run = write_run(tmp_path, "gpt2", "sparsity=ste", "sparsity.patterns={*.c_fc: 1:4}")
+    directory, _ = export(run)
+    packed = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.nn.Module, "to", lambda model, device: model)
+    monkeypatch.setattr(semi_structured, "compress", lambda model, layers: packed.extend(layers))
+    load_semi_structured(directory)
+    assert packed == [f"transformer.h.{i}.mlp.c_proj" for i in range(2)]
 
 
 def test_models_of_timm_are_refused(tmp_path):

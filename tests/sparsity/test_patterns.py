@@ -170,6 +170,13 @@ def test_convolutions_have_patterns_of_their_own(method, options):
     compare(method, options, ConvNet, {"fc1": common, "fc2": (2, 8)}, {"fc2": "2:8"})
 
 
+@pytest.mark.parametrize("method", ["srste", "sste", "tsrste", "sdgp"])
+def test_fp8_quantizes_the_operands_of_each_pattern(method):
+    net = lambda: Net(torch.float32)  # noqa: E731
+    layers = {"fc1": (1, 4), "fc2": (2, 4)}
+    compare(method, {"precision": "fp8_sim"}, net, layers, {"fc1": "1:4"})
+
+
 STORED = ["ste", "srste", "sste", "tsrste", "bimask", "slope", "asp", "ast", "step", "ternary"]
 
 

@@ -65,6 +65,27 @@ def test_sparse_matmuls_equal_emulated_ones(method, kind, bias, dtype, monkeypat
     assert set(layer.emulated.values()) == {""}
 
 
+def test_only_layers_that_are_2_to_4_run_sparse():
+    models = [nn.Sequential(*(Layer(inputs=64, outputs=64) for _ in range(3))) for _ in range(2)]
+    patterns = {"1.fc": "1:4", "2.fc": "dense"}
+    policies = ("semi_structured", "emulate")
+    sparse, emulated = (
+        sparsify(model, "sste", {"patterns": patterns}, sparse_matmuls=policy)
+        for model, policy in zip(models, policies, strict=True)
+    )
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in models]
+    for model, handle, optimizer in zip(models, (sparse, emulated), optimizers, strict=True):
+        handle.attach(optimizer)
+        train_in_bf16(model, optimizer, 0, 2, shape=(2, 8, 64))
+    why = {layer.name: layer.emulated for layer in sparse.coverage().layers}
+    assert why == {
+        "0.fc": {"fprop": "", "wgrad": ""},
+        "1.fc": dict.fromkeys(("fprop", "wgrad"), "1:4, not 2:4"),
+    }
+    for key, value in models[0].state_dict().items():
+        torch.testing.assert_close(value, models[1].state_dict()[key], rtol=0.05, atol=1e-3)
+
+
 VARIANTS = [
     pytest.param(*case, id=name)
     for case, name in zip(CASES, IDS, strict=True)
