@@ -33,6 +33,7 @@ from sparsepretrain.sparsity.matmuls.layer import LayerMatmuls
 from sparsepretrain.sparsity.matmuls.policy import SparseMatmulPolicy, sparse_matmul_policy
 from sparsepretrain.sparsity.method import Method, MethodOptions
 from sparsepretrain.sparsity.operand_table import DW
+from sparsepretrain.sparsity.patterns import Pattern
 from sparsepretrain.sparsity.selection import assign_patterns, check_shapes, select_layers
 from sparsepretrain.sparsity.sparsifier import Sparsifier, residual_weight
 
@@ -164,17 +165,8 @@ def sparsify_with(
     dropped = [*exclude, *(p.removeprefix("!") for p in targets if p.startswith("!"))]
     layers = select_layers(model, [p for p in targets if not p.startswith("!")], dropped)
     assigned = assign_patterns(model, layers, options.patterns, roles, method.final_pattern)
-    left_dense = tuple(name for name, pattern in assigned.items() if pattern is None)
-    layers = {name: layer for name, layer in layers.items() if assigned[name] is not None}
-    built = {method.final_pattern: method}
-    methods: dict[str, Method] = {}
-    for name, pattern in assigned.items():
-        if pattern is None:
-            continue
-        if pattern not in built:
-            n, m = pattern
-            built[pattern] = cls(dataclasses.replace(options, n=n, m=m), total_steps)
-        methods[name] = built[pattern]
+    methods = _methods_by_layer(assigned, method)
+    layers = {name: layers[name] for name in methods}
     check_shapes(layers, methods, options.m)
     device = next(iter(layers.values())).weight.device
     later = device.type == "cpu" and torch.cuda.is_available()  # the model may move there
@@ -193,7 +185,7 @@ def sparsify_with(
     if policy is not None:
         policy.require(options.name, (matmuls.reasons for matmuls in expected))
     state = ModelState(model, methods, formats, policy, seed, device)
-    state.dense_by_pattern = left_dense
+    state.dense_by_pattern = tuple(name for name in assigned if name not in methods)
     # keys of draws: layers that were made sparse before have the first numbers
     first = sum(isinstance(module, SparseWeight) for module in model.modules())
     for index, (name, layer) in enumerate(layers.items(), first):
@@ -240,6 +232,26 @@ def sparsify_with(
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in trained)
     return Sparsifier(state)
+
+
+def _methods_by_layer(assigned: Mapping[str, Pattern | None], method: Method) -> dict[str, Method]:
+    """Return the method of each layer that is not dense; layers with one pattern share it.
+
+    Args:
+        assigned: layer -> pattern; None: dense.
+        method: of the pattern of the options.
+    """
+    by_pattern = {method.final_pattern: method}
+    methods = {}
+    for name, pattern in assigned.items():
+        if pattern is None:
+            continue
+        if pattern not in by_pattern:
+            n, m = pattern
+            options = dataclasses.replace(method.options, n=n, m=m)
+            by_pattern[pattern] = type(method)(options, method.schedule.total_steps)
+        methods[name] = by_pattern[pattern]
+    return methods
 
 
 def _size_of(layer: Any, device: torch.device) -> LayerSize:

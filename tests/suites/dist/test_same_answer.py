@@ -30,6 +30,17 @@ def test_two_processes_give_the_answer_of_one(tiny):
     assert about["processes"] == {"parallel": "ddp", "count": 2}
 
 
+@pytest.mark.timeout(900)
+def test_two_processes_train_layers_with_different_patterns(tiny):
+    patterns = "sparsity.patterns={*h.0.*: dense, *.c_fc: 1:4}"
+    words = (*variant("tsrste"), "model.n_layer=2", patterns, *KINDS["fp64"])
+    shards = Case("shards", words, parallel=("parallel=fsdp",))
+    many = train_with(tiny, 2, [Case("whole", words), shards])
+    one = alone(tiny, words)
+    for name in ("whole", "shards"):
+        check("fp64", one, many[name])
+
+
 @pytest.mark.dist
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("kind", KINDS)
