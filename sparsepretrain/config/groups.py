@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from sparsepretrain import registry
@@ -230,6 +230,22 @@ class Tracker:
     entity: str | None
     tensorboard: bool
     """Also write TensorBoard event files."""
+    group: str | None = None
+    """W&B group, at most 128 characters; its parts between slashes become tags."""
+    job_type: str | None = None
+    """W&B job type, at most 64 characters; None: train, or finetune with ``init.path``."""
+    tags: list[str] = field(default_factory=list)
+    """Further W&B tags, at most 64 characters each."""
+
+    def problems(self) -> Problems:
+        """Yield names that W&B refuses as (key, message)."""
+        for key, text, most in (
+            ("group", self.group, 128),
+            ("job_type", self.job_type, 64),
+            *(("tags", tag, 64) for tag in self.tags),
+        ):
+            if text is not None and not 0 < len(text) <= most:
+                yield key, f"must have 1 to {most} characters, got {len(text)}"
 
 
 GROUPS: dict[str, dict[str, type]] = {

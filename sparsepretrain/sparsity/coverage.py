@@ -261,6 +261,11 @@ class Proof:
         """True if every group of every layer has at most N non-zeros and all zeros are +0.0."""
         return self.sparse and not self.violations
 
+    @property
+    def density(self) -> float:
+        """Fraction of the weights that are not exactly zero; 1 for dense weights."""
+        return 1 - self.zeros / self.entries if self.sparse else 1.0
+
     def __str__(self) -> str:
         if not self.sparse:
             return f"dense weights {self.why_dense}".rstrip()

@@ -167,7 +167,7 @@ def tuning_cells(
     keys = {word.partition("=")[0] for _, setting in tried for word in setting.split()}
     if tuned := [word for word in asked.overrides if word.lstrip("+").partition("=")[0] in keys]:
         raise ConfigError(f"{tuned[0]}: {name} tunes this key itself, leave it out")
-    return grid(name, tried, tune.seeds, asked.config_dirs, nodes=asked.nodes)
+    return grid(name, tried, tune.seeds, asked.config_dirs, nodes=asked.nodes, job_type="tune")
 
 
 def cell_overrides(
@@ -225,8 +225,12 @@ def grid(
     config_dirs: Sequence[Path] = (),
     *,
     nodes: int = 1,
+    job_type: str = "",
 ) -> list[Cell]:
-    """Return the runs of every (row, column) -> overrides with every seed, see :func:`cells`."""
+    """Return the runs of every (row, column) -> overrides with every seed, see :func:`cells`.
+
+    The seeds of a cell are one group of the tracker, unless the overrides give another.
+    """
     cells: list[Cell] = []
     errors: dict[str, list[str]] = {}
     for (row, column), overrides in wanted.items():
@@ -235,6 +239,13 @@ def grid(
             cell_directory = "--".join(slug(part) for part in (row, column) if part)
             shared = [w for w in overrides if w.lstrip("+").partition("=")[0] != "runs_dir"]
             words = [*shared, word("runs_dir", f"{base}/{name}"), word("name", cell_directory)]
+            own = {"group": f"{name}/{cell_directory}"[:128], "job_type": job_type}
+            asked = {w.lstrip("+").partition("=")[0] for w in overrides}
+            words += [
+                word(f"tracker.{key}", text)
+                for key, text in own.items()
+                if text and f"tracker.{key}" not in asked
+            ]
             run = load(words, config_dirs, nodes=nodes)
         except ConfigError as error:
             for message in error.messages:

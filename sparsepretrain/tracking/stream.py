@@ -19,7 +19,7 @@ from sparsepretrain.config.schema import Run
 from sparsepretrain.console import Console
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.record import Record, read_lines
-from sparsepretrain.tracking.wandb import WeightsAndBiases
+from sparsepretrain.tracking.wandb import Place, WeightsAndBiases
 
 CLOSING_SECONDS = 10.0
 """Seconds that :meth:`Stream.close` waits for all mirrors; W&B keeps unsent data on disk."""
@@ -47,9 +47,9 @@ class Stream:
             path = directory.path
             config = run.plain
             if run.tracker.mode != "disabled":
-                name = f"{run.name}/{path.name}"
+                place = Place.of(run, path.name)
                 mirrors.append(
-                    WeightsAndBiases(path, run.tracker, config, name, resume_step, self._earlier)
+                    WeightsAndBiases(path, run.tracker, config, place, resume_step, self._earlier)
                 )
             if run.tracker.tensorboard:
                 mirrors.append(TensorBoard(path, config, resume_step, self._earlier))
@@ -58,7 +58,7 @@ class Stream:
     def log(self, record: dict[str, Any]) -> None:
         """Record a step (see :meth:`Record.write`); a recorded step is skipped.
 
-        Mirrors get its numbers; keys of an evaluation become ``<split>/<key>``.
+        Mirrors get its numbers under the names of :func:`mirrored`.
         """
         line = self.record.write(record)
         if line is None:
@@ -83,15 +83,41 @@ class Stream:
             lane.finish(exit_code, summary or {}, deadline=deadline)
 
 
+AXES = ("tokens", "time")
+"""Keys of the record to plot against; they belong to no section."""
+
+SECTIONS = {
+    "train": ("loss", "lr", "grad_norm", "skipped", "cross_entropy", "kl", "router_loss"),
+    "speed": ("tokens_per_second", "data_wait", "mfu_dense"),
+}
+"""Section of mirrors -> keys of training lines; all others are in ``sparsity``, as a method of a
+plug-in may name its metrics freely."""
+
+
 def mirrored(line: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of a line of the record that mirrors get."""
-    prefix = f"{line['split']}/" if "split" in line else ""
-    skipped = ("step", "split", "time", "tokens") if prefix else ("step", "split")
-    return {
-        prefix + key: value
-        for key, value in line.items()
-        if key not in skipped and isinstance(value, int | float)
-    }
+    """Return the numbers of a line of the record under the names that mirrors show.
+
+    Mirrors draw a section of panels per prefix: ``train/loss``, ``sparsity/flip_rate``,
+    ``speed/tokens_per_second``, ``layers/flip_rate/<layer>``, and ``<split>/<key>`` of an
+    evaluation. ``tokens`` and ``time`` keep their names. The line of an evaluation has no time: at
+    the same step it would replace that of training.
+    """
+    split = line.get("split")
+    values = {}
+    for key, value in line.items():
+        if key in ("step", "split") or not isinstance(value, int | float):
+            continue
+        if key not in AXES:
+            values[f"{split or _section(key)}/{key}"] = value
+        elif split is None or key == "tokens":
+            values[key] = value
+    return values
+
+
+def _section(key: str) -> str:
+    if "/" in key:
+        return "layers"
+    return next((name for name, keys in SECTIONS.items() if key in keys), "sparsity")
 
 
 Earlier = Callable[[], Iterable[tuple[int, dict[str, float]]]]

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from sparsepretrain.config.groups import Tracker
+from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError
 
 INIT_SECONDS = 20
@@ -20,6 +21,52 @@ INIT_SECONDS = 20
 
 FINISH_SECONDS = 8
 """Timeout of the last upload; unsent data stays on disk for `wandb sync`."""
+
+BY_STEP = {"step_metric": "step"}
+
+METRICS: dict[str, dict[str, Any]] = {
+    "step": {"hidden": True},
+    "tokens": {"hidden": True},
+    "time": {"hidden": True},
+    "train/*": BY_STEP,
+    "validation/*": BY_STEP | {"summary": "min,max,last"},
+    "sparsity/*": BY_STEP,
+    "layers/*": BY_STEP,
+    "speed/*": BY_STEP,
+    "train/loss": BY_STEP | {"summary": "min,last"},
+    "sparsity/flip_rate": BY_STEP | {"summary": "max,last"},
+}
+"""Metric or glob -> arguments of W&B's ``define_metric``.
+
+The first three are axes, without panels; panels show metrics by ``step``. The summary of a run has
+the last value of each metric, or the aggregates that are named here. The best validation score is a
+minimum or a maximum, by metric. W&B applies one definition to a metric: globs must not overlap.
+"""
+
+MOST_OF_A_TAG = 64
+"""Characters; W&B refuses a run with a longer tag."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place of a run among the others of a W&B project."""
+
+    name: str
+    """``NAME/HASH-sSEED``, the end of the path of its directory."""
+    group: str | None
+    job_type: str
+    tags: tuple[str, ...]
+
+    @classmethod
+    def of(cls, run: Run, directory: str) -> Place:
+        """Return the place of ``run``, whose directory has this name."""
+        tracker = run.tracker
+        parts = tracker.group.split("/") if tracker.group else []
+        method = run.sparsity
+        own = (*parts, method.name, f"{method.n}:{method.m}", f"seed {run.seed}")
+        tags = tuple(dict.fromkeys(tag[:MOST_OF_A_TAG] for tag in (*tracker.tags, *own) if tag))
+        job_type = tracker.job_type or ("train" if run.init.path is None else "finetune")
+        return cls(f"{run.name}/{directory}", tracker.group, job_type, tags)
 
 
 @dataclass
@@ -34,7 +81,7 @@ class WeightsAndBiases:
     run_dir: Path
     tracker: Tracker
     config: dict[str, Any]
-    run_name: str
+    place: Place
     resume_step: int | None
     earlier: Callable[[], Iterable[tuple[int, dict[str, float]]]] = tuple
     """See :data:`~sparsepretrain.tracking.stream.Earlier`."""
@@ -63,7 +110,7 @@ class WeightsAndBiases:
         return f"is not reachable and records offline: upload with `wandb sync {directory}`"
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        self._run.log(values, step=step)  # rows of one step are merged
+        self._run.log({"step": step, **values}, step=step)  # rows of one step are merged
 
     def close(self, exit_code: int, summary: dict[str, Any]) -> None:
         self._run.summary.update(summary)
@@ -75,10 +122,13 @@ class WeightsAndBiases:
         settings: dict[str, Any] = {"silent": True, "console": "off", "init_timeout": INIT_SECONDS}
         if "finish_timeout" in wandb.Settings.model_fields:
             settings["finish_timeout"] = FINISH_SECONDS
-        return wandb.init(
+        run = wandb.init(
             project=self.tracker.project,
             entity=self.tracker.entity,
-            name=self.run_name,
+            name=self.place.name,
+            group=self.place.group,
+            job_type=self.place.job_type,
+            tags=self.place.tags,
             id=run_id,
             resume="allow" if mode == "online" else None,
             mode=mode,
@@ -86,6 +136,9 @@ class WeightsAndBiases:
             config=self.config,
             settings=wandb.Settings(**settings),
         )
+        for metric, arguments in METRICS.items():
+            run.define_metric(metric, **arguments)
+        return run
 
     def _run_id(self) -> str:
         """Read or write the run id; writing fails early if the directory is not writable."""

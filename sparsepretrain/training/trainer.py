@@ -274,7 +274,12 @@ def _run(
         exit_code = code or 0
         if code is None:
             proof = session.sparsifier.prove()
-            summary = {"proof": str(proof)}
+            summary = {
+                "method": run.sparsity.name,
+                "pattern": proof.pattern,
+                "density": proof.density,
+                "proof": str(proof),
+            }
             session.world.first(lambda: _summarize(session, directory, proof, console))
         else:
             saved = "; checkpoint saved" if session.step else ", before there was anything to save"

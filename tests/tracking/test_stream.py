@@ -14,7 +14,7 @@ from sparsepretrain.console import Console
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.record import read
 from sparsepretrain.tracking import stream as stream_module
-from sparsepretrain.tracking.stream import Stream
+from sparsepretrain.tracking.stream import Stream, mirrored
 from support import ROOT
 
 CONFIGS = ROOT / "configs" / "tracker"
@@ -52,10 +52,20 @@ class Fake:
         self._call("close", exit_code, summary)
 
 
+def test_every_key_of_the_record_has_a_section():
+    line = {"step": 1, "time": 0.5, "tokens": 8, "loss": 2.0, "kl": 1.0, "flip_rate": 0.1}
+    line |= {"mask_decay": 0.5, "tokens_per_second": 9.0, "l1_gap/h.0": 0.2, "sparse": True}
+    assert mirrored(line).keys() == {
+        *("time", "tokens", "train/loss", "train/kl", "sparsity/flip_rate", "sparsity/mask_decay"),
+        *("speed/tokens_per_second", "layers/l1_gap/h.0", "sparsity/sparse"),
+    }
+
+
 def open_stream(
     directory: Path, *mirrors: Any, out: Any = None, resume_step: int | None = None, **changes: Any
 ) -> Stream:
-    run: Any = SimpleNamespace(name="r", tracker=tracker(**changes), plain={"steps": 10})
+    run: Any = SimpleNamespace(name="r", tracker=tracker(**changes), plain={"steps": 10}, seed=0)
+    run.sparsity, run.init = SimpleNamespace(name="sste", n=2, m=4), SimpleNamespace(path=None)
     about: dict[str, Any] = {"console": Console(out or io.StringIO()), "total": 10}
     about |= {"mirrors": list(mirrors) or None, "resume_step": resume_step}
     return Stream(RunDirectory(directory), run, **about)
@@ -70,8 +80,8 @@ def test_mirrors_get_numbers_in_another_thread(tmp_path):
     stream.close(3, {"masks": "2:4"})
     assert mirror.calls == [
         ("open",),
-        ("log", 1, {"time": 0.5, "tokens": 8, "loss": 2.0}),
-        ("log", 1, {"validation/loss": 3.0}),
+        ("log", 1, {"time": 0.5, "tokens": 8, "train/loss": 2.0}),
+        ("log", 1, {"tokens": 8, "validation/loss": 3.0}),
         ("close", 3, {"masks": "2:4"}),
     ]
     assert threading.current_thread() not in mirror.threads
@@ -130,8 +140,8 @@ def test_tensorboard_writes_events(tmp_path, monkeypatch):
     stream.close(0, {"masks": "2:4"})
     assert "warning" not in out.getvalue()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
-    assert "flip_rate/h.0.mlp" in events.Tags()["scalars"]
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 2.0), (2, 1.0)]
+    assert "layers/flip_rate/h.0.mlp" in events.Tags()["scalars"]
     stream = open_stream(tmp_path, tensorboard=True, out=out, resume_step=1)
     stream.log({"step": 2, "loss": 5.0})
     stream.close(0)
@@ -139,4 +149,4 @@ def test_tensorboard_writes_events(tmp_path, monkeypatch):
         (tmp_path / "tensorboard").glob("events*"), key=lambda file: file.stat().st_mtime
     )
     last = EventAccumulator(str(files[-1])).Reload()
-    assert [(e.step, e.value) for e in last.Scalars("loss")] == [(1, 2.0), (2, 5.0)]
+    assert [(e.step, e.value) for e in last.Scalars("train/loss")] == [(1, 2.0), (2, 5.0)]
