@@ -15,7 +15,7 @@ MINUTES ?= 20
 TEST := OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(BIN)/python -m pytest
 
 .PHONY: train test lint test-fast test-explore test-triton test-kernels-offline test-without-gpu test-versions test-hosts \
-	test-fault test-dist test-slow test-slurm rehearse-gpu reliability golden bench docs clean
+	test-wheel test-fault test-dist test-slow test-slurm rehearse-gpu reliability golden bench docs clean
 
 train: $(INSTALLED)
 	$(BIN)/sparsepretrain train $(ARGS)
@@ -53,6 +53,10 @@ test-without-gpu: $(DEV)
 # the oldest torch that is supported, and others, in environments of their own (13 GB in VERSIONS)
 test-versions: $(DEV)
 	PYTHON=$(BIN)/python VERSIONS=$(VERSIONS) scripts/test_versions.sh
+
+# the wheel in a fresh environment outside the checkout (7 GB in VERSIONS); PIP: further arguments of pip install
+test-wheel: $(DEV)
+	PYTHON=$(BIN)/python VERSIONS=$(VERSIONS) scripts/test_wheel.sh $(PIP)
 
 # sparse models in the loops of other libraries, in an environment of their own (8 GB in VERSIONS)
 test-hosts: $(DEV)

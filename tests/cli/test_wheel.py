@@ -1,6 +1,8 @@
-"""The wheel holds every YAML file and works from an empty directory."""
+"""The wheel holds every file and works from an empty directory."""
 
+import email
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -50,14 +52,29 @@ def run(installed: Path, cwd: Path, *argv: str) -> str:
 
 def test_every_file_is_in_the_wheel(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    yamls = {f.relative_to(ROOT) for f in (ROOT / "configs").rglob("*.yaml")}
-    modules = {f.relative_to(ROOT) for f in (ROOT / "sparsepretrain").rglob("*.py")}
-    assert {f"sparsepretrain/{f.as_posix()}" for f in yamls} <= names
-    assert {f.as_posix() for f in modules} <= names
-    assert "sparsepretrain/py.typed" in names
+    folders = {"sparsepretrain": "", "hydra_plugins": "", "configs": "sparsepretrain/"}
+    files = {
+        inside + file.relative_to(ROOT).as_posix()
+        for folder, inside in folders.items()
+        for file in (ROOT / folder).rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    assert files - names == set() and "sparsepretrain/studies/published.yaml" in files
     top = {name.split("/")[0] for name in names if ".dist-info" not in name}
     assert top == {"sparsepretrain", "hydra_plugins"}
     assert "hydra_plugins/__init__.py" not in names, "the package is shared by all plug-ins"
+
+
+def test_pypi_shows_a_description_without_dead_links(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+        about = email.message_from_string(archive.read(name).decode())
+    text = about.get_payload()
+    assert about["Description-Content-Type"] == "text/markdown" and text.startswith("# sparse")
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert links and all(link.startswith("https://") for link in links)
+    assert "![" not in text and "<!--" not in text and "bars are" not in text and "docs/methods" in text
+    assert about["Keywords"] and "Typing :: Typed" in about.get_all("Classifier")
 
 
 def test_hydra_finds_the_launchers_of_the_wheel(installed, tmp_path):

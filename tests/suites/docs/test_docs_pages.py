@@ -147,7 +147,14 @@ def test_the_readme_lists_every_extra():
     install = text.partition("## Install")[2].partition("\n## ")[0]
     assert extras == set(re.findall(r"`(\w+)`", install))
     before = text.partition("```")[0]  # before the first command
-    assert all(words in before for words in ("pip install .", "6.2 GB", "five minutes"))
+    assert all(words in before for words in ("pip install .", "6.4 GB", "five minutes"))
+
+
+def test_the_version_is_the_same_everywhere():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    changes = re.findall(r"^## \[([\d.]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert project["version"] == citation["version"] == changes[0]
 
 
 def test_tables_that_decide_nothing_have_a_line_instead_of_a_page():
