@@ -15,7 +15,7 @@ MINUTES ?= 20
 TEST := OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(BIN)/python -m pytest
 
 .PHONY: train test lint test-fast test-explore test-triton test-kernels-offline test-without-gpu test-versions test-hosts \
-	test-wheel test-fault test-dist test-slow test-slurm rehearse-gpu reliability golden bench docs clean
+	test-wheel test-fault test-dist test-slow test-slurm rehearse-gpu reliability golden bench docs examples clean
 
 train: $(INSTALLED)
 	$(BIN)/sparsepretrain train $(ARGS)
@@ -25,7 +25,7 @@ test: lint test-fast test-triton test-kernels-offline test-without-gpu
 lint: $(DEV)
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --quiet --check .
-	$(BIN)/codespell sparsepretrain hydra_plugins tests configs docs scripts benchmarks *.md
+	$(BIN)/codespell sparsepretrain hydra_plugins tests configs docs examples scripts benchmarks *.md
 	$(BIN)/mypy --no-error-summary
 	@out=$$($(BIN)/lint-imports 2>&1) || { echo "$$out"; exit 1; }
 
@@ -99,6 +99,10 @@ bench: $(INSTALLED)
 # the tables of the documentation that come from the code and from the measurements
 docs: $(DEV)
 	$(BIN)/python scripts/generate_docs.py
+
+# the saved outputs in examples/
+examples: $(DEV)
+	$(BIN)/python scripts/run_examples.py
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

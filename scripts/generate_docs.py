@@ -78,9 +78,9 @@ class Key(NamedTuple):
 
 
 def documents() -> list[Path]:
-    """Return the Markdown files at the root, below ``docs`` and in ``results``."""
+    """Return the Markdown files at the root, below ``docs``, in ``results`` and in ``examples``."""
     folders = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "results").glob("*.md")]
-    return sorted([*ROOT.glob("*.md"), *folders])
+    return sorted([*ROOT.glob("*.md"), *folders, *(ROOT / "examples").glob("*.md")])
 
 
 def render(text: str, path: Path) -> str:
