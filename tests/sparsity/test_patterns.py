@@ -294,7 +294,7 @@ def test_state_of_other_patterns_is_refused(patterns):
     handle = sparsify(model, "srste", patterns=patterns)
     with pytest.raises(ConfigError, match="patterns of the checkpoint"):
         model.load_state_dict(source._state.root.state_dict())
-    with pytest.raises(CheckpointError, match="(method|pattern) is "):
+    with pytest.raises(CheckpointError, match=r"(method|pattern) is "):
         handle.load_state_dict(source.state_dict())
 
 
