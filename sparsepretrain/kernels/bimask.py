@@ -21,7 +21,8 @@ def bimask_masks(
     Args:
         w: (out_features, in_features), both multiples of ``m``.
         permutation: (out_features) int: row ``permutation[k]`` stands at place k.
-        n, m: the pattern, 1 ≤ n ≤ m.
+        n: elements kept of every m, 1 ≤ n ≤ m.
+        m: group size.
 
     Returns:
         (forward, backward), bool, shape of ``w``.

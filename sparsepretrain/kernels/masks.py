@@ -67,7 +67,8 @@ def flip_count(previous: Tensor, current: Tensor, *, backend: str | None = None)
     """Count the positions where two masks differ (numerator of the flip rate, arXiv:2404.01847).
 
     Args:
-        previous, current: masks of one shape, bool or 0/1.
+        previous: mask, bool or 0/1.
+        current: mask of the same shape, bool or 0/1.
 
     Returns:
         0-d int64 tensor.

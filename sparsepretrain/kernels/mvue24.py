@@ -45,7 +45,8 @@ def mvue(
 
     Args:
         x: floating-point tensor, any shape and strides.
-        n, m: the pattern, 1 ≤ n ≤ m.
+        n: elements kept of every m, 1 ≤ n ≤ m.
+        m: group size.
         dim: axis of the groups (for weight gradients: the tokens).
         estimator: ``"approximate"`` or ``"exact"``, of 2:4.
         uniforms: draws in [0, 1) of shape (…, groups, 2) for approximate 2:4, else (…, groups, 1):

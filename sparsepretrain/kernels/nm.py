@@ -30,7 +30,8 @@ def nm_mask(
 
     Args:
         x: floating-point tensor, any shape and strides.
-        n, m: the pattern, 1 ≤ n ≤ m.
+        n: elements kept of every m, 1 ≤ n ≤ m.
+        m: group size.
         dim: axis of the groups; its size must be a multiple of ``m``.
         ties: ``"high"`` or ``"low"``.
         packed: return bits in the layout of :func:`pack_rows`; ``x`` must be at least 2-D.

@@ -32,7 +32,8 @@ def prune_gradient(
 
     Args:
         g: output gradient, any floating dtype and strides.
-        n, m: the pattern.
+        n: elements kept of every m.
+        m: group size.
         variant: ``magnitude`` (the paper's max; the lower index wins ties), ``random`` (rnd; a
             uniformly chosen subset), ``rescaled`` (maxnorm; magnitude, then each part of
             ``scope`` is multiplied by Σ|g| / (Σ|kept| + epsilon); 0/0 is 1).

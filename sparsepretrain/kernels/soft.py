@@ -32,7 +32,8 @@ def soft_threshold(
 
     Args:
         x: floating-point tensor, any shape and strides.
-        n, m: the pattern, 1 ≤ n ≤ m (n = m returns x).
+        n: elements kept of every m, 1 ≤ n ≤ m (n = m returns x).
+        m: group size.
         gamma: position of the threshold, 0 ≤ gamma ≤ 1.
         dim: axis of the groups; its size must be a multiple of ``m``.
         scale: β, a 0-d fp32 tensor that S(x) is multiplied by; None: 1.
@@ -131,7 +132,8 @@ def optimal_scale(w: Tensor, s: Tensor) -> Tensor:
     """β = argmin_b ‖w - b·s‖² = ⟨w, s⟩ / ⟨s, s⟩, or 1 when s = 0 (S-STE section 4.2).
 
     Args:
-        w, s: tensors of one shape.
+        w: weight.
+        s: pruned weight, same shape.
 
     Returns:
         0-d fp32 tensor on the device of ``w``.

@@ -34,7 +34,8 @@ def transposable_mask(
 
     Args:
         w: (out_features, in_features), both multiples of ``m``; any floating dtype and strides.
-        n, m: the pattern, 1 ≤ n ≤ m.
+        n: elements kept of every m, 1 ≤ n ≤ m.
+        m: group size.
         exact: solve every block of other patterns than 2:4 by linear programming (scipy's HiGHS),
             which takes milliseconds per block; magnitudes that differ by less than 10⁻⁷ of the
             largest in their block count as equal.

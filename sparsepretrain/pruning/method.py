@@ -31,7 +31,8 @@ class PruningMethod(ABC):
 
     Args:
         options: of the class's ``Options``.
-        n, m: pattern along in_features.
+        n: elements kept of every m.
+        m: group size along in_features.
     """
 
     Options: ClassVar[type] = PruningOptions

@@ -41,7 +41,8 @@ def best_order(score: Tensor, n: int, m: int) -> Tensor:
 
     Args:
         score: (rows, channels), ≥ 0; the number of channels is a multiple of ``m``.
-        n, m: the pattern.
+        n: elements kept of every m.
+        m: group size.
 
     Returns:
         (channels,) int64: channel ``order[j]`` goes to position j.
@@ -113,7 +114,8 @@ class Fold:
 
         Args:
             score: (out_features, in_features) of the consumer.
-            n, m: the pattern.
+            n: elements kept of every m.
+            m: group size.
         """
         parts = score.unflatten(1, (self.parts, self.copies, self.size))
         return torch.stack([best_order(parts[:, p].flatten(0, 1), n, m) for p in range(self.parts)])

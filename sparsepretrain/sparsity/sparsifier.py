@@ -195,7 +195,8 @@ class Sparsifier:
         operands are stored. Attaching again to the same optimizer does nothing.
 
         Args:
-            optimizer, others: the optimizers of the model, such as Muon and AdamW, in any order.
+            optimizer: an optimizer of the model.
+            others: further optimizers of the model, such as Muon beside AdamW, in any order.
             only_finite: training ends with the first gradient that is not finite. Then
                 ``found_inf`` of a fused optimizer is not read from the device after each step.
             mask_adapters: mask adapters of peft on sparse layers, so that they merge to N:M: see
@@ -446,7 +447,8 @@ class Sparsifier:
 
         Args:
             index: micro-batch of this rank within the optimizer step, from 0.
-            rank, world: rank and size of the data-parallel group.
+            rank: rank in the data-parallel group.
+            world: size of the data-parallel group.
             capacity: largest number of padded tokens of a micro-batch; 0: all have the same number.
         """
         self._state.micro_batches.set_index(index * world + rank, capacity)

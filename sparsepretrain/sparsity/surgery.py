@@ -65,8 +65,9 @@ def sparsify(
         targets: globs of module names, such as ``["*.mlp.*"]``. ``*`` crosses dots, and a leading
             ``*.`` also matches at the root. ``"!glob"`` leaves layers out, as ``exclude`` does.
         exclude: globs of layers to leave out.
-        n, m: N:M pattern along in_features, or along input channels at each kernel position.
-            Layers with another one are named by the option ``patterns``, such as
+        n: elements kept of every m.
+        m: group size along in_features, or along input channels at each kernel position.
+            Layers with another pattern are named by the option ``patterns``, such as
             ``patterns={"*.fc1": "1:4", "blocks.0.*": "dense"}``: the first glob that matches a
             layer decides.
         seed: seed of the method's random draws. Several sparsifiers of one model draw different
