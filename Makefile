@@ -15,7 +15,7 @@ MINUTES ?= 20
 TEST := OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(BIN)/python -m pytest
 
 .PHONY: train test lint test-fast test-explore test-triton test-kernels-offline test-without-gpu test-versions test-hosts \
-	test-wheel test-fault test-dist test-slow test-slurm rehearse-gpu reliability golden bench docs examples clean
+	test-wheel test-fault test-dist test-slow test-slurm rehearse-gpu reliability golden bench docs site examples clean
 
 train: $(INSTALLED)
 	$(BIN)/sparsepretrain train $(ARGS)
@@ -99,6 +99,10 @@ bench: $(INSTALLED)
 # the tables of the documentation that come from the code and from the measurements
 docs: $(DEV)
 	$(BIN)/python scripts/generate_docs.py
+
+# the same pages and the API as a site of static files: build/site/index.html
+site: $(DEV)
+	$(BIN)/python scripts/make_site.py
 
 # the saved outputs in examples/
 examples: $(DEV)

@@ -143,7 +143,7 @@ def test_dead_links_and_broken_math_are_found():
 def test_the_readme_lists_every_extra():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = project["optional-dependencies"].keys() - {"dev"}
+    extras = project["optional-dependencies"].keys() - {"dev", "site"}  # for developers
     install = text.partition("## Install")[2].partition("\n## ")[0]
     assert extras == set(re.findall(r"`(\w+)`", install))
     before = text.partition("```")[0]  # before the first command
