@@ -152,7 +152,7 @@ def methods(_: str, path: Path) -> str:
 
 
 def overview(_: str, path: Path) -> str:
-    """Return one row per method: paper, sparse operand of each matmul, when to use it."""
+    """Return one row per method: paper, sparse operands, weights at the end, when to use it."""
     rows = []
     for name, purpose in purpose_of_methods().items():
         method: Any = registry.get("method", name)
@@ -164,9 +164,16 @@ def overview(_: str, path: Path) -> str:
         if method.dense_training:
             when = "at the end" if method.prunes_at_end else "in evaluation"
             cells = [f"weight, {when}" if cell == "weight" else cell for cell in cells]
-        rows.append([shown, *cells, purpose])
-    heads = ["method (paper)", "forward", "input gradient", "weight gradient", "when to use it"]
+        rows.append([shown, *cells, final_weights(name, method), purpose])
+    heads = ["method (paper)", "forward", "input gradient", "weight gradient", "ends", "use it for"]
     return table(heads, rows)
+
+
+def final_weights(name: str, method: Any) -> str:
+    """Return ``N:M`` if a whole run with default options ends with N:M weights, else ``dense``."""
+    ended = method(method.Options(name=name), 1000)
+    evaluated = ended.phase_of(1000).evaluation  # with the operands of the method
+    return "N:M" if evaluated and ended.sparse_row.A.pattern else "dense"
 
 
 def purpose_of_methods() -> dict[str, str]:

@@ -83,6 +83,12 @@ def add_study_flags(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--commands", action="store_true", help=text)
 
 
+def add_records(parser: argparse._ActionsContainer) -> None:
+    """Add ``--records``."""
+    text = "count runs in DIR/TABLE.json.gz with the same configuration and seed as finished"
+    parser.add_argument("--records", type=Path, metavar="DIR", help=text)
+
+
 def run_study(
     args: argparse.Namespace,
     parts: Sequence[Part],

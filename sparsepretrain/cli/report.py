@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sparsepretrain.cli._verb import UsageError, Verb, add_config_dir, seeds
+from sparsepretrain.cli._verb import UsageError, Verb, add_config_dir, add_records, seeds
 from sparsepretrain.registry import register
 
 
@@ -25,6 +25,7 @@ class Report(Verb):
         table.add_argument("--record", action="store_true", help=text)
         text = "read this file instead of runs"
         table.add_argument("--from-record", action="store_true", help=text)
+        add_records(table)
         add_config_dir(parser)
 
     def run(self, args: argparse.Namespace) -> int:
@@ -35,13 +36,18 @@ class Report(Verb):
 
         name, *overrides = args.words
         if name not in names(args.config_dir):
-            if args.scale or args.seeds or args.record or args.from_record:
+            if args.scale or args.seeds or args.record or args.from_record or args.records:
                 raise UsageError(f"{name} is not a table: leave out the flags of tables")
             written = report([*map(Path, args.words)], args.out, page=True)
         else:
             if wrong := [word for word in overrides if "=" not in word]:
                 raise UsageError(f"{wrong[0]!r} after the table {name}: give KEY=VALUE")
-            asked = Selection(args.seeds, overrides=overrides, config_dirs=args.config_dir)
+            asked = Selection(
+                args.seeds,
+                overrides=overrides,
+                config_dirs=args.config_dir,
+                records=args.records,
+            )
             written = report_table(
                 name, args.out, args.scale, asked, record=args.record, from_record=args.from_record
             )

@@ -7,6 +7,7 @@ import argparse
 from sparsepretrain.cli._verb import (
     ConfiguredVerb,
     UsageError,
+    add_records,
     add_study_flags,
     integer_from,
     run_study,
@@ -43,6 +44,7 @@ class Reproduce(ConfiguredVerb):
         parser.add_argument("--scale", choices=["paper", "nano"], help=text)
         text = "number of seeds (5), a range (101..105) or a list (3,7,11); default: the table's"
         parser.add_argument("--seeds", type=seeds, metavar="SEEDS", help=text)
+        add_records(parser)
         text = "only cells whose row or 'row @ column' matches"
         parser.add_argument("--only", default="*", metavar="GLOB", help=text)
         text = "print the tables, and minutes at nano scale"
@@ -65,7 +67,7 @@ class Reproduce(ConfiguredVerb):
         overrides = [word for word in args.overrides if not is_hydras(word)]
         launcher = multirun.launcher_of_table(hydras, args.table, args.config_dir)
         nodes = getattr(launcher, "nodes", 1)
-        asked = Selection(args.seeds, args.only, overrides, args.config_dir, nodes)
+        asked = Selection(args.seeds, args.only, overrides, args.config_dir, nodes, args.records)
         given = (args.table, args.scale, asked, args.stop_after)
         found = reproduce.parts(*given)
         for part in found:
@@ -74,6 +76,7 @@ class Reproduce(ConfiguredVerb):
         found = [part for part in found if part.cells]
         words = [args.table, *(["--scale", args.scale] if args.scale else [])]
         words += ["--seeds", seeds_text(args.seeds)] if args.seeds else []
+        words += ["--records", str(args.records)] if args.records else []
         words += [word for d in args.config_dir for word in ("--config-dir", str(d))]
         report = shell_line([*words, *overrides])
         tuning = [part for part in found if part.is_tuning]
@@ -86,4 +89,6 @@ class Reproduce(ConfiguredVerb):
             run_study(args, tuning, "", launcher, later)
             parts = reproduce.parts(*given)
             found = [part for part in parts if part.cells and not part.is_tuning]
+        if args.records and not found:
+            print(f"all runs of {args.table} are in the record")
         return run_study(args, found, report, launcher) if found else 0

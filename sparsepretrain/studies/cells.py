@@ -111,6 +111,8 @@ class Selection:
     """See :func:`validate.load`."""
     nodes: int = 1
     """Machines of a run."""
+    records: Path | None = None
+    """Directory of a table's record, whose finished runs need no directory of their own."""
 
 
 def cells(

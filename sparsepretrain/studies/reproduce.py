@@ -18,7 +18,7 @@ from sparsepretrain.studies.engine import Study
 from sparsepretrain.studies.jobs import Job
 from sparsepretrain.studies.launchers import EngineConf, Launcher, LocalQueueConf, SlurmQueueConf
 from sparsepretrain.studies.progress import Progress, StudyCell
-from sparsepretrain.studies.results import selected
+from sparsepretrain.studies.results import not_recorded, record_of, selected
 from sparsepretrain.studies.submission import Submission
 from sparsepretrain.studies.tables import Scale, Stage, load_table
 from sparsepretrain.training import plan
@@ -47,6 +47,8 @@ def parts(name: str, scale: Scale | None, asked: Selection, stop_after: int | No
         at = scale or ("nano" if "nano" in table.scales else "paper")
         try:
             tried, _, judging = selected(table_name, table, at, asked)
+            record = record_of(table_name, table, at, asked)
+            tried, judging = not_recorded(tried, record), not_recorded(judging, record)
             if tried:
                 found.append(Part(table_name, table, at, tried, *how, is_tuning=True))
             found.append(Part(table_name, table, at, judging, *how))

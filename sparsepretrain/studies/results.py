@@ -201,8 +201,9 @@ def collect(name: str, scale: Scale | None, asked: Selection) -> TableResults:
         result.parts = [collect(part, scale, asked) for part in table.parts]
     elif table.scales:
         result.scale = scale or ("nano" if "nano" in table.scales else "paper")
+        record = record_of(name, table, result.scale, asked)
         _, result.tuning, wanted = selected(name, table, result.scale, asked)
-        measured = [_collect(cell, table, result.scale) for cell in wanted]
+        measured = [_collect(cell, table, result.scale, record) for cell in wanted]
         for stage in table.scales[result.scale].staged.values():
             made = _pruned if stage.prune is not None else _tuned
             measured += [
@@ -225,9 +226,44 @@ def collect(name: str, scale: Scale | None, asked: Selection) -> TableResults:
                     cell.nonzero = cost_of.nonzero
         result.seeds = sorted(begun)
         configs = {cell.config: run.config for cell, run in measured if run is not None}
-        result.configs = {key: freeze.experiment(configs[key]) for key in sorted(configs)}
-        result.unit = next((run.unit for _, run in measured if run is not None), "tokens")
+        kept = {cell.config for cell in result.cells} & record.configs.keys()
+        frozen = {key: record.configs[key] for key in kept}
+        frozen |= {key: freeze.experiment(config) for key, config in configs.items()}
+        result.configs = dict(sorted(frozen.items()))
+        result.unit = next((run.unit for _, run in measured if run is not None), record.unit)
     return result
+
+
+def record_of(name: str, table: Table, scale: Scale, asked: Selection) -> TableResults:
+    """Return the record of a table below ``asked.records``, empty without one.
+
+    Raises:
+        DataError: the file is not a record.
+        ConfigError: the table has stages, whose runs a record does not tell apart.
+    """
+    empty = TableResults(name=name)
+    if asked.records is None or scale not in table.scales:
+        return empty
+    if table.scales[scale].stages:
+        raise ConfigError(
+            f"--records: the runs of {name} have stages: leave it out, they run again"
+        )
+    file = asked.records / f"{name}.json.gz"
+    return read_record(file) if file.is_file() else empty
+
+
+def not_recorded(tried: Sequence[Cell], record: TableResults) -> list[Cell]:
+    """Return the runs that a record has not finished, with the same configuration."""
+    return [cell for cell in tried if _recorded(cell, record) is None] if record.seeds else [*tried]
+
+
+def _recorded(cell: Cell, record: TableResults) -> CellResult | None:
+    """Return the finished run of a record with the configuration and seed of a cell."""
+    at = (cell.row, cell.column, cell.seed)
+    for found in (*record.cells, *record.tuning):
+        if (found.row, found.column, found.seed) == at and found.state == "finished":
+            return found if found.config == freeze.identity(resolve_steps(cell.run)) else None
+    return None
 
 
 def selected(
@@ -244,16 +280,18 @@ def selected(
     if tune is None:
         return [], [], cells(name, table, scale, asked, matched=equal)
     tried = tuning_cells(name, table, scale, tune, asked, equal)
-    tuning = trials(tried, table, scale)
+    tuning = trials(tried, table, scale, record_of(name, table, scale, asked))
     settings = chosen(tuning, table)
     return tried, tuning, cells(name, table, scale, asked, matched=equal, settings=settings)
 
 
-def trials(tried: Sequence[Cell], table: Table, scale: Scale) -> list[CellResult]:
+def trials(
+    tried: Sequence[Cell], table: Table, scale: Scale, record: TableResults
+) -> list[CellResult]:
     """Read the runs that choose settings, without their curves."""
     results = []
     for cell in tried:
-        result, _ = _collect(cell, table, scale)
+        result, _ = _collect(cell, table, scale, record)
         failure = RunDirectory.of(cell.run).failures().get("train")
         if failure and failure["exit_code"] == DivergedError.exit_code:
             result.metrics = dict.fromkeys(table.metrics)  # means() counts None as the worst
@@ -292,7 +330,11 @@ def chosen(tuning: Sequence[CellResult], table: Table) -> dict[str, str]:
     return settings
 
 
-def _collect(cell: Cell, table: Table, scale: Scale) -> tuple[CellResult, RunData | None]:
+def _collect(
+    cell: Cell, table: Table, scale: Scale, record: TableResults
+) -> tuple[CellResult, RunData | None]:
+    if (known := _recorded(cell, record)) is not None:
+        return known, None
     run = cell.run
     if not run.steps:  # epochs decide; counting steps needs the data
         run = resolve_steps(run)

@@ -50,14 +50,16 @@ class PythonSource(FileSource):
         for root in map(os.path.expanduser, roots):
             if not os.path.isdir(root):
                 raise DataError(f"data.roots: {root} is not a directory")
-            below = list(_walk(root))
+            below = list(walk(root))
             if not below:
                 raise DataError(f"data.roots: {root} holds no .py file")
             files.extend(below)
         return files
 
 
-def _walk(root: str) -> Iterator[TextFile]:
+def walk(root: str) -> Iterator[TextFile]:
+    """Yield the .py files below a directory, named relative to it."""
+
     def fail(error: OSError) -> None:
         raise unreadable(error.filename, error) from error
 

@@ -73,7 +73,7 @@ def test_the_papers_of_a_method_can_be_cited(method):
 def test_the_readme_lists_a_method_with_its_paper_and_purpose(method):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (row,) = re.findall(rf"^\| \[`{method}`\]\(docs/methods/{method}\.md\)(.*)$", text, re.M)
-    assert len(row.split("|")) == 6 and generator.purpose_of_methods()[method] in row
+    assert len(row.split("|")) == 7 and generator.purpose_of_methods()[method] in row
     papers = re.findall(r"arXiv:([\d.]+)", registry.get("method", method).paper)
     assert all(f"https://arxiv.org/abs/{paper}" in row for paper in papers)
 

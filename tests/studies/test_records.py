@@ -1,0 +1,96 @@
+"""Runs of a committed record count as finished, where asked for."""
+
+import shutil
+
+import pytest
+
+from sparsepretrain import cli
+from sparsepretrain.studies.results import read_record, write_record
+
+
+@pytest.fixture
+def record(tables, in_process, tmp_path):
+    """Directory of the record of a finished table, whose runs are gone."""
+    tables.write(nano={"seeds": 1})
+    assert tables("small") == 0
+    assert report(tables, "--record", "--out", str(tmp_path / "pages")) == 0
+    shutil.rmtree(tables.tiny.root / "runs")
+    return tmp_path / "pages" / "records"
+
+
+def runs(tables):
+    """Return the names of the run directories, without the hash."""
+    directory = tables.tiny.root / "runs" / "small"
+    found = tables.runs() if directory.is_dir() else []
+    return sorted(run.name.rpartition("-")[2] for run in found)
+
+
+def report(tables, *words):
+    _, *rest = tables.words("small", *words)
+    return cli.main(["report", *rest])
+
+
+def test_recorded_runs_are_not_run_again(tables, record, capsys):
+    assert tables("small", "--records", str(record)) == 0
+    assert runs(tables) == []
+    assert "all runs of small are in the record" in capsys.readouterr().out
+    assert tables("small") == 0
+    assert len(runs(tables)) == 2
+
+
+def test_a_run_with_another_seed_or_setting_is_run(tables, record):
+    assert tables("small", "--records", str(record), "--seeds", "2") == 0
+    assert runs(tables) == ["s1", "s1"]
+    tables.write(nano={"seeds": 1}, rows={"dense": ["sparsity=dense"], "γ = 0.2": []})
+    assert tables("small", "--records", str(record)) == 0
+    assert runs(tables) == ["s0", "s1", "s1"]
+
+
+def test_an_unfinished_run_of_a_record_is_run(tables, record):
+    file = record / "small.json.gz"
+    found = read_record(file)
+    found.cells[0].state = "partial"
+    write_record(found, file)
+    assert tables("small", "--records", str(record)) == 0
+    assert len(runs(tables)) == 1
+
+
+def test_a_report_joins_a_record_and_new_runs(tables, record, tmp_path):
+    before = read_record(record / "small.json.gz")
+    words = ("--records", str(record), "--seeds", "2")
+    assert tables("small", *words) == 0
+    assert report(tables, *words, "--record", "--out", str(tmp_path / "pages")) == 0
+    joined = read_record(record / "small.json.gz")
+    assert joined.seeds == [0, 1] and len(joined.cells) == 4
+    assert all(cell.state == "finished" for cell in joined.cells)
+    assert [cell for cell in joined.cells if cell.seed == 0] == before.cells
+    assert joined.configs.keys() == before.configs.keys() and joined.unit == before.unit
+    assert "4 of 4 runs are finished" in (tmp_path / "pages" / "small.md").read_text()
+
+
+def test_tuning_runs_of_a_record_choose_the_settings(tables, in_process, tmp_path):
+    nano = {"seeds": 1, "tune": {"seeds": [7], "grid": ["optim.lr=1e-3,1e-2"]}}
+    tables.write(nano=nano, first_seed=1)
+    assert tables("small") == 0
+    assert report(tables, "--record", "--out", str(tmp_path)) == 0
+    shutil.rmtree(tables.tiny.root / "runs")
+    words = ("--records", str(tmp_path / "records"))
+    assert tables("small", *words) == 0
+    assert runs(tables) == []
+    assert tables("small", *words, "--seeds", "2") == 0
+    assert len(runs(tables)) == 2  # the judging runs of one more seed
+
+
+def test_a_directory_without_the_record_counts_nothing(tables, in_process, tmp_path):
+    tables.write(nano={"seeds": 1})
+    assert tables("small", "--records", str(tmp_path)) == 0
+    assert len(runs(tables)) == 2
+
+
+def test_damaged_records_and_tables_with_stages_are_refused(tables, record, capsys):
+    (record / "small.json.gz").write_bytes(b"no record")
+    assert tables("small", "--records", str(record)) == 3
+    assert "is not a record of a table" in capsys.readouterr().err
+    tables.write(nano={"stages": [{"name": "again", "evaluate": "validation"}]})
+    assert tables("small", "--records", str(record)) == 2
+    assert "the runs of small have stages" in capsys.readouterr().err
