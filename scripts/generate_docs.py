@@ -413,22 +413,6 @@ def machines(_: str, path: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def figure(name: str, path: Path) -> str:
-    """Return the ranked figure of a committed, tuned table, with seeds, commit and hardware."""
-    found, about = scaled(records()[name], load_table(name))
-    metric = next(iter(about.metrics.values()))
-    title, unit = prose(about.title), (metric.variant or "").partition(";")[0]
-    caption = (
-        f"{title}: {metric.label} ({unit}) in percent above that of {about.baseline} with the same "
-        "seed, a dot each; lower is better; bars are 95 % intervals. Right: how many of a layer's "
-        "three matmuls are 2:4, on average over the run, all emulated. `half`: dense with half the "
-        "FFN width. Runs: "
-        f"{again(name, found).partition('; ')[2]}"
-    )
-    caption = textwrap.fill(caption, 120, break_long_words=False, break_on_hyphens=False)
-    return f"![{title}]({page(name, path)}-ranked.png)\n\n{caption}\n"
-
-
 def compared(name: str, path: Path) -> str:
     """Return the rows of a tuned table, ranked: percent above the baseline, setting, cost."""
     if name not in records():
@@ -532,7 +516,6 @@ TABLES: dict[str, Callable[[str, Path], str]] = {
     "compared": compared,
     "costs": costs,
     "documents": prepared_documents,
-    "figure": figure,
     "machines": machines,
     "methods": methods,
     "operands": operands,
