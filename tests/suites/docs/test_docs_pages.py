@@ -150,6 +150,13 @@ def test_the_readme_lists_every_extra():
     assert all(words in before for words in ("pip install .", "6.4 GB", "five minutes"))
 
 
+def test_the_readme_needs_no_horizontal_scrolling():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    code = re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S)
+    wide = [line for block in code for line in block.splitlines() if len(line) > 84]
+    assert not wide, "wider than the text of a page at 1280 pixels"
+
+
 def test_the_version_is_the_same_everywhere():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
