@@ -10,6 +10,7 @@ import errno
 import functools
 import os
 import re
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -152,7 +153,8 @@ def needs(
 
 def reason(error: BaseException) -> str:
     """One-line reason of a failure; detects a full disk even when wrapped."""
-    return _full_disk(error) or one_line(error)[:200] or type(error).__name__
+    text = textwrap.shorten(one_line(error), 200, placeholder=" …")
+    return _full_disk(error) or text or type(error).__name__
 
 
 def cannot_write(path: object, error: OSError) -> SparsePretrainError:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -61,6 +62,7 @@ def dry_run(run: Run, console: Console) -> None:
     """Print coverage, parameters, FLOPs, the bound of the speed-up, memory and steps of ``run``."""
     check_login(run.tracker)
     require_a_sparse_step(run)
+    warn_of_random_weights(run, console.warn)
     device = World.single(run.parallel.device).device
     task = build_task(run)
     teacher = find_teacher(run, console.warn)
@@ -379,6 +381,16 @@ def moments(run: Run, method: Method) -> tuple[float, float]:
 
     found = [p for p in weights.parameters() if p.dim() == 2]
     return size_of(found[0]), size_of(found[1])
+
+
+def warn_of_random_weights(run: Run, warn: Callable[[str], None]) -> None:
+    """Warn if a run learns masks of weights that stay as they are, and those are random."""
+    name = run.sparsity.name
+    if run.init.path is None and registry.get("method", name).trains != "model":
+        warn(
+            f"sparsity={name} learns masks of weights that stay as they are, and this run starts "
+            f"from random ones: start from a trained model with `sparsepretrain finetune RUN …`"
+        )
 
 
 def require_a_sparse_step(run: Run) -> None:

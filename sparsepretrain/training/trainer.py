@@ -117,6 +117,7 @@ def _train(
             fresh = run.resume == "never" or not any(directory.checkpoints.glob("step_*"))
             if fresh:
                 require_rule(run)
+                plan.warn_of_random_weights(run, console.warn)
             initial = weights.find(run.init.path, console.warn) if fresh and run.init.path else None
             # before the directory is claimed: a model that cannot be built leaves no directory
             found = find_teacher(run, console.warn)

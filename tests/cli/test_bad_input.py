@@ -150,6 +150,8 @@ def grammar() -> list[tuple[list[str], list[str]]]:
         (["seed=" + "[" * 600], ["cannot be read", "close every bracket"]),
         (["name='a\nb'"], ["name must be a plain directory name"]),
         (["sparsity=ASP"], ["'ASP' (did you mean 'asp'?)"]),
+        (["data=text"], ["'text' (did you mean 'text_files'?)"]),
+        (["model=gpt2"], ["'gpt2' (choose from gpt2_124m, gpt2_1558m,"]),
         (["model=vit_nano", "task=causal_lm"], ["task"]),
         (["qqqqqqqq=1"], ["'qqqqqqqq' (choose from name, seed, steps"]),
         (["~sparsity=sste"], ["~sparsity"]),

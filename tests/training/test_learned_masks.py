@@ -38,6 +38,19 @@ def source(tmp_path_factory):
     return tiny.train("sparsity=dense", "steps=20").directory
 
 
+@every_method
+def test_masks_of_random_weights_are_warned_of(tiny, source, method):
+    def shown(*words):
+        out = io.StringIO()
+        dry_run(tiny.load(*method, *words), Console(out))
+        return out.getvalue()
+
+    warning = f"{method[0]} learns masks of weights that stay as they are"
+    assert warning in " ".join(shown().split())
+    assert "learns masks" not in shown(f"init.path='{source}'")
+    assert warning in " ".join(tiny.train(*method).output.split())
+
+
 @pytest.mark.parametrize("micro", [4, 2])
 @every_method
 def test_resume_is_bit_exact(tiny, stop_after, source, method, micro):
