@@ -15,7 +15,8 @@ MINUTES ?= 20
 TEST := OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(BIN)/python -m pytest
 
 .PHONY: train test lint test-fast test-explore test-triton test-kernels-offline test-without-gpu test-versions test-hosts \
-	test-wheel test-fault test-dist test-slow test-slurm rehearse-gpu reliability golden bench docs site examples clean
+	test-wheel test-fault test-dist test-slow test-slurm rehearse-gpu reliability determinism golden bench docs site \
+	examples clean
 
 train: $(INSTALLED)
 	$(BIN)/sparsepretrain train $(ARGS)
@@ -87,6 +88,12 @@ test-slow: $(DEV)
 # all of docs/reliability.md, or `make reliability ROWS="R1 R3"`; about an hour on two cores
 reliability: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/reliability.py $(ROWS)
+	$(BIN)/python scripts/generate_docs.py
+
+# all of docs/determinism.md, or `make determinism ONLY="'sste *' mutants"`; half an hour to an hour on
+# two cores; a second start does what is left
+determinism: $(DEV)
+	PYTHONPATH=.:tests:benchmarks $(BIN)/python scripts/determinism.py $(ONLY)
 	$(BIN)/python scripts/generate_docs.py
 
 # the 50-step losses that a change of a method's arithmetic changes; prints what did

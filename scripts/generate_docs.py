@@ -54,6 +54,7 @@ TRANSPOSABLE = ROOT / "benchmarks" / "results" / "transposable.json"
 RECORDS = ROOT / "results" / "records"
 CELLS = ROOT / "results" / "cells.csv"
 RELIABILITY = ROOT / "docs" / "reliability.json"
+DETERMINISM = ROOT / "docs" / "determinism.json"
 
 OPERAND_NAMES = {"X": "input", "G": "output gradient"}
 """Letter of an operand that is not a weight -> its name in the table of methods."""
@@ -511,10 +512,182 @@ def reliability(_: str, path: Path) -> str:
     return table(["", "injected", "how many in cases", "result (commit)", "gate"], rows)
 
 
+def determinism(part: str, path: Path) -> str:
+    """Return a table of the contract: fp32, pairs, refused, gpu, mutants, costs, operators, ran."""
+    found = json.loads(DETERMINISM.read_text(encoding="utf-8"))
+    cases = {tuple(name.split()): entry for name, entry in found["cases"].items()}
+    return CONTRACT[part](found, cases)
+
+
+Cases = dict[tuple[str, ...], dict[str, Any]]
+"""(method, precision, parallel, compile) -> result."""
+GATES = ("repeat", "golden", "resume", "resume elsewhere")
+
+
+def contract_fp32(found: dict[str, Any], cases: Cases) -> str:
+    """Return a row per method in fp32, eager."""
+    kinds = ("single", "ddp", "fsdp")
+    rows = []
+    for method in registry.built_in("method"):
+        own = [cases.get((method, "fp32", kind, "none"), {}) for kind in kinds]
+        older = [c["gates"]["older CPU"]["drift"] for c in own if "older CPU" in c.get("gates", {})]
+        bound = max([c["gates"]["older CPU"]["bound"] for c in own if c.get("gates")], default=0.0)
+        last = f"{max(older):.0e}" if older else ""
+        rows.append([f"`{method}`", *map(contract_cell, own), last, f"{bound:.0e}"])
+    return table(["method", *(f"`{kind}`" for kind in kinds), "older CPU", "bound"], rows)
+
+
+def contract_cell(case: dict[str, Any]) -> str:
+    """Return the verdict of a case and its loss difference with other ranks."""
+    if not case:
+        return "not run"
+    if "refused" in case:
+        return "refused"
+    if "error" in case:
+        return "**failed**"
+    failed = [name for name, gate in case["gates"].items() if not gate["passed"]]
+    other = case["gates"]["resume elsewhere"]
+    equal = "differ" in other
+    return (
+        f"**failed: {', '.join(failed)}**"
+        if failed
+        else "bits"
+        if equal
+        else f"{other['drift']:.0e}"
+    )
+
+
+def contract_pairs(found: dict[str, Any], cases: Cases) -> str:
+    """Return a row per case of the pairs."""
+    rows = []
+    for words, case in sorted(cases.items()):
+        method, *rest = words
+        if (rest[0] == "fp32" and rest[1] != "tree" and rest[2] == "none") or "refused" in case:
+            continue
+        gates = case.get("gates", {})
+        bound = gates.get("resume elsewhere", {}).get("bound")
+        older = gates.get("older CPU", {})
+        last = ["bits" if bound is None else f"{bound:.0e}"]
+        drift = f"{older['drift']:.0e}" if older else "–"
+        rows.append([f"`{method}`", *rest, contract_cell(case), *last, drift])
+    head = ["method", "precision", "parallel", "compile", "other ranks", "bound", "older CPU"]
+    return table(head, rows)
+
+
+def contract_refused(found: dict[str, Any], cases: Cases) -> str:
+    """Return a row per refused combination, with its message."""
+    rows = [
+        [f"`precision={words[1]}` with `parallel={words[2]}`", case["refused"]]
+        for words, case in sorted(cases.items())
+        if "refused" in case
+    ]
+    return table(["combination", "message"], rows)
+
+
+def contract_on_gpus(found: dict[str, Any], cases: Cases) -> str:
+    """Return a row per precision and parallelism of the cases that ran on GPUs."""
+    measured = found.get("cases on cuda", {})
+    kinds = list(dict.fromkeys((words[1], words[2], words[3]) for words in sorted(cases)))
+    rows = []
+    for kind in kinds:
+        own = [entry for name, entry in measured.items() if tuple(name.split()[1:]) == kind]
+        passed = sum(entry.get("passed", "refused" in entry) for entry in own)
+        rows.append([*kind, f"{passed} of {len(own)} passed" if own else "not measured"])
+    return table(["precision", "parallel", "compile", "gates 1 to 3"], rows)
+
+
+def contract_mutants(found: dict[str, Any], cases: Cases) -> str:
+    """Return a row per mutant, with the gate that noticed it."""
+    rows = []
+    for name, one in found["mutants"].items():
+        number = {"repeat": "1", "golden": "2"}.get(one["gate"], "3")
+        seen = "noticed" if one.get("noticed") else "**not noticed**"
+        parts = ", ".join(one.get("differ", []))
+        rows.append([number, name, one.get("case", ""), f"{seen}: {parts}"])
+    return table(["gate", "mutant", "case", "result"], sorted(rows))
+
+
+def contract_costs(found: dict[str, Any], cases: Cases) -> str:
+    """Return the time of a step relative to one without the key."""
+    rows = []
+    for name, one in found["costs"].items():
+        low, high = one["quartiles"]
+        with_key, without = (f"{1e3 * seconds:.0f} ms" for seconds in one["median_seconds"])
+        key, _, ranks = name.partition(", ")
+        quartiles = f"{low:.2f} to {high:.2f}"
+        rows.append([f"`{key}`", ranks, f"{one['ratio']:.2f}", quartiles, with_key, without])
+    return table(["key", "ranks", "median ratio", "quartiles", "a step", "without"], rows)
+
+
+def contract_operators(found: dict[str, Any], cases: Cases) -> str:
+    """Return a row per operator: does it repeat its bits on a CPU, and what is known of CUDA."""
+    rows = []
+    for name, one in found["operators"].items():
+        own = one["of"] != "torch"
+        if own and name.rpartition(", ")[2] == "reference":
+            continue
+        cells = [contract_word(one.get(f"{count} threads")) for count in (1, 2)]
+        cells.append(contract_word(one.get("deterministic=true")))
+        cells.append(contract_word(one.get("any threads")))
+        title = name.rpartition(", ")[0] if own else name
+        cuda = "not measured" if own else one.get("cuda", "–")
+        rows.append([title, "ours (Numba)" if own else "torch", *cells, cuda])
+    rows.sort(key=lambda row: (row[1] != "torch", row[0].lower()))
+    others = [e for name, e in found["operators"].items() if name.endswith(", reference")]
+    passed = sum(bool(entry["passed"]) for entry in others)
+    text = (
+        f"\nThe PyTorch references of our kernels: {passed} of {len(others)} repeat their bits.\n"
+    )
+    head = ["operator", "of", "1 thread", "2 threads", "2 threads, `deterministic=true`"]
+    return table([*head, "1 and 2 threads agree", "CUDA, as documented by torch"], rows) + text
+
+
+def contract_word(value: bool | None) -> str:
+    """Return a verdict as a word; nothing where the question does not arise."""
+    return "" if value is None else "yes" if value else "**no**"
+
+
+def contract_ran(found: dict[str, Any], cases: Cases) -> str:
+    """Return what ran, where, and how gate 2 was decided."""
+    judged = [case["gates"] for case in cases.values() if "gates" in case]
+    failed = sum(not case.get("passed", True) for case in cases.values())
+    refused = sum("refused" in case for case in cases.values())
+    recorded = sum(gates["golden"].get("how") == "recorded" for gates in judged)
+    equal = sum(gates["golden"].get("how", "").startswith("bits") for gates in judged)
+    seconds = sum(case.get("seconds", 0) for case in cases.values())
+    commits = ", ".join(sorted({case["commit"] for case in cases.values()}))
+    lines = [
+        f"- Cases: {len(cases)}, of which {len(judged) - failed} passed, {failed} failed and "
+        f"{refused} were refused; {seconds / 60:.0f} minutes of runs, two cases at a time.",
+        f"- Gate 2: {equal} equal the golden bits of an earlier run, {recorded} were recorded.",
+        f"- Commit of the code that trains: {commits}.",
+    ]
+    for name, machine in found["hardware"].items():
+        lines.append(
+            f"- {name}, {machine['cores']} cores, Python {machine['python']}, "
+            f"{machine['system']}, {machine['date']}."
+        )
+    return "\n".join(lines) + "\n"
+
+
+CONTRACT: dict[str, Callable[[dict[str, Any], Cases], str]] = {
+    "costs": contract_costs,
+    "fp32": contract_fp32,
+    "gpu": contract_on_gpus,
+    "mutants": contract_mutants,
+    "operators": contract_operators,
+    "pairs": contract_pairs,
+    "ran": contract_ran,
+    "refused": contract_refused,
+}
+"""Argument of the table ``determinism`` -> what makes it."""
+
+
 TABLES: dict[str, Callable[[str, Path], str]] = {
     "bench": bench,
     "compared": compared,
     "costs": costs,
+    "determinism": determinism,
     "documents": prepared_documents,
     "machines": machines,
     "methods": methods,
