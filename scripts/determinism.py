@@ -74,6 +74,8 @@ SHAPE = (
 )
 """Overrides of every run: gpt2_nano with 12,960 parameters in one block."""
 
+TOKENS = 96
+"""Tokens behind a loss: those of an evaluation, of three micro-batches of two; a step has 128."""
 ROUNDOFF = {"bf16": 2**-8, "fp16": 2**-11, "fp8_sim": 2**-4}
 """Unit roundoff of the format that matmuls read; e4m3 for fp8_sim."""
 FP32 = 2e-6
@@ -309,14 +311,15 @@ def losses_of(directory: Path) -> list[float]:
 def bound_of(case: Case, losses: Sequence[float]) -> float:
     """Return the greatest difference of a loss that another order of summation may cause.
 
-    fp32: the promise of docs/many_machines.md. Lower precisions: one rounding of the loss in the
-    format of the matmuls. Sums and weights are fp32, so another order changes them by 2⁻²⁴; that
-    moves an operand to the neighboring number of its format only now and then, and the loss is a
-    mean over all tokens.
+    fp32: the promise of docs/many_machines.md. Lower precisions: sums and weights are fp32, so
+    another order changes them by 2⁻²⁴, which moves some operands to the neighboring number of
+    their format. The loss of a token then changes by a rounding in that format, and a mean over
+    independent tokens by less.
     """
+    least = ADAMS if case.method == "cast" else FP32
     if case.precision == "fp32":
-        return ADAMS if case.method == "cast" else FP32
-    return max(ROUNDOFF[case.precision] * max(losses), ADAMS if case.method == "cast" else 0.0)
+        return least
+    return max(ROUNDOFF[case.precision] * max(losses) / TOKENS**0.5, least)
 
 
 def drift(left: Sequence[float], right: Sequence[float]) -> float:

@@ -532,9 +532,14 @@ def contract_fp32(found: dict[str, Any], cases: Cases) -> str:
         own = [cases.get((method, "fp32", kind, "none"), {}) for kind in kinds]
         older = [c["gates"]["older CPU"]["drift"] for c in own if "older CPU" in c.get("gates", {})]
         bound = max([c["gates"]["older CPU"]["bound"] for c in own if c.get("gates")], default=0.0)
-        last = f"{max(older):.0e}" if older else ""
-        rows.append([f"`{method}`", *map(contract_cell, own), last, f"{bound:.0e}"])
+        last = small(max(older)) if older else ""
+        rows.append([f"`{method}`", *map(contract_cell, own), last, small(bound)])
     return table(["method", *(f"`{kind}`" for kind in kinds), "older CPU", "bound"], rows)
+
+
+def small(number: float) -> str:
+    """Return a difference with one digit."""
+    return f"{number:.0e}" if number else "0"
 
 
 def contract_cell(case: dict[str, Any]) -> str:
@@ -549,11 +554,7 @@ def contract_cell(case: dict[str, Any]) -> str:
     other = case["gates"]["resume elsewhere"]
     equal = "differ" in other
     return (
-        f"**failed: {', '.join(failed)}**"
-        if failed
-        else "bits"
-        if equal
-        else f"{other['drift']:.0e}"
+        f"**failed: {', '.join(failed)}**" if failed else "bits" if equal else small(other["drift"])
     )
 
 
@@ -565,10 +566,10 @@ def contract_pairs(found: dict[str, Any], cases: Cases) -> str:
         if (rest[0] == "fp32" and rest[1] != "tree" and rest[2] == "none") or "refused" in case:
             continue
         gates = case.get("gates", {})
-        bound = gates.get("resume elsewhere", {}).get("bound")
         older = gates.get("older CPU", {})
-        last = ["bits" if bound is None else f"{bound:.0e}"]
-        drift = f"{older['drift']:.0e}" if older else "–"
+        bound = (older or gates.get("resume elsewhere", {})).get("bound")
+        last = ["–" if bound is None else small(bound)]
+        drift = small(older["drift"]) if older else "–"
         rows.append([f"`{method}`", *rest, contract_cell(case), *last, drift])
     head = ["method", "precision", "parallel", "compile", "other ranks", "bound", "older CPU"]
     return table(head, rows)
@@ -587,7 +588,7 @@ def contract_refused(found: dict[str, Any], cases: Cases) -> str:
 def contract_on_gpus(found: dict[str, Any], cases: Cases) -> str:
     """Return a row per precision and parallelism of the cases that ran on GPUs."""
     measured = found.get("cases on cuda", {})
-    kinds = list(dict.fromkeys((words[1], words[2], words[3]) for words in sorted(cases)))
+    kinds = sorted({words[1:] for words in cases})
     rows = []
     for kind in kinds:
         own = [entry for name, entry in measured.items() if tuple(name.split()[1:]) == kind]

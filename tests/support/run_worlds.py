@@ -66,6 +66,11 @@ def counted_here() -> Callable[..., None]:
     return seed
 
 
+def one_ulp_higher(*words: Any) -> float:
+    """Return the next learning rate of fp32: of fp64 it would vanish in the weights."""
+    return float(np.nextafter(np.float32(rate(*words)), np.float32(np.inf)))
+
+
 def as_they_come(parallel: Any, loss: Any, world: Any) -> Any:
     """Ignore ``reduction=tree``."""
     return build(dataclasses.replace(parallel, reduction="fast"), loss, world)
@@ -84,9 +89,7 @@ MUTANTS: dict[str, tuple[Any, ...]] = {
             loop, "seed_draws", lambda seed, step, micro: seed_draws(clock(), step, micro)
         ),
     ),
-    "learning rate one ulp higher": (
-        patch.object(loop, "learning_rate", lambda *a: float(np.nextafter(rate(*a), np.inf))),
-    ),
+    "learning rate one ulp higher": (patch.object(loop, "learning_rate", one_ulp_higher),),
     "another order of summation": (patch.object(loop, "_losses", backwards),),
     "moments not restored": (patch.object(session_state, "_load_optimizer", without_moments),),
     "counter of the draws not restored": (
