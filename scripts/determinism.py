@@ -72,7 +72,7 @@ SHAPE = (
     "eval.batches=3",
     "log.layers_every=4",
 )
-"""Overrides of every run: gpt2_nano with 12,960 parameters in one block."""
+"""Overrides of every run: gpt2_nano with 28,768 parameters, one block."""
 
 TOKENS = 96
 """Tokens behind a loss: those of an evaluation, of three micro-batches of two; a step has 128."""

@@ -11,6 +11,7 @@ The result: {"codes": exit code or -signal of each rank, "out": stdout and stder
 """
 
 import dataclasses
+import importlib
 import json
 import os
 import signal
@@ -36,7 +37,16 @@ from sparsepretrain.training import assembly, loop, session_state
 from support.faults import inject
 from support.mutants import noise
 
-LIMIT = 300.0
+WARM = (
+    "hydra",
+    "hydra.core.override_parser.overrides_parser",
+    "numba",
+    "numba.core.typed_passes",
+)
+"""Modules that a run imports late. Not torch._inductor: a fork of a process that had imported it
+was still compiling after six minutes."""
+
+LIMIT = 600.0
 """Seconds of a run, after which it counts as hung."""
 
 seed_draws, rate, losses = loop.seed_draws, loop.learning_rate, loop._losses
@@ -153,6 +163,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
+    for module in WARM:
+        importlib.import_module(module)
     train.illustrate = lambda *args: None  # plots take longer than the runs
     for text in sys.stdin:
         print(json.dumps(run(json.loads(text))), flush=True)
