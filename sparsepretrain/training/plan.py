@@ -386,7 +386,8 @@ def moments(run: Run, method: Method) -> tuple[float, float]:
 def warn_of_random_weights(run: Run, warn: Callable[[str], None]) -> None:
     """Warn if a run learns masks of weights that stay as they are, and those are random."""
     name = run.sparsity.name
-    if run.init.path is None and registry.get("method", name).trains != "model":
+    implementation: type[Method] = registry.get("method", name)
+    if run.init.path is None and implementation.trains != "model":
         warn(
             f"sparsity={name} learns masks of weights that stay as they are, and this run starts "
             f"from random ones: start from a trained model with `sparsepretrain finetune RUN …`"
