@@ -84,8 +84,9 @@ class MaskLLM(LearnedMask):
             raise ConfigError([("maskllm: τ", text)])
         self._total = total_steps
         kept = list(itertools.combinations(range(options.m), options.n))
-        self._masks = torch.zeros(len(kept), options.m, dtype=torch.float64)
-        self._masks.scatter_(1, torch.tensor(kept), 1.0)
+        # on the CPU also where models are made on the meta device
+        self._masks = torch.zeros(len(kept), options.m, dtype=torch.float64, device="cpu")
+        self._masks.scatter_(1, torch.tensor(kept, device="cpu"), 1.0)
         self._copies = {self._masks.device: self._masks}
 
     def phase_of(self, step: int) -> Phase:

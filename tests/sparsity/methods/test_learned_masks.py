@@ -271,3 +271,21 @@ def test_draws_of_a_transposed_weight_are_by_position():
         mask = method.project_in_training(torch.ones_like(stored), state).mask
         masks.append(mask if dim == 1 else mask.t())
     assert torch.equal(*masks)
+
+
+@pytest.mark.parametrize("method", LEARNED)
+def test_a_model_on_the_meta_device_gets_the_first_masks_of_its_weights(method):
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(16, 8))
+    weights = {key: value.clone() for key, value in whole.state_dict().items()}
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(16, 8))
+        sparsifier = sp.sparsify(empty, method, targets=["*"], total_steps=10)
+    empty.to_empty(device="cpu")
+    with torch.no_grad():
+        for key in ("weight", "bias"):
+            getattr(empty[0], key).copy_(weights[f"0.{key}"])
+    sparsifier.reset()
+    sp.sparsify(whole, method, targets=["*"], total_steps=10)
+    x = torch.randn(4, 16)
+    assert torch.equal(empty.eval()(x), whole.eval()(x)) and sparsifier.prove().holds

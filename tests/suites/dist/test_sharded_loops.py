@@ -48,8 +48,11 @@ RESUMED = [
 META = [{"name": name, "meta": filled} for name in VARIANTS for filled in ("loaded", "initialized")]
 LINEAR = {"0.up": "dense", "*.up": "1:4", "1.down": "2:8"}
 BANKS = {"*.up_proj": "1:4", "1.experts.down_proj": "dense"}
+OWN_PATTERNS = ("sste weight", "proxsparse", "act24")
+"""Variants that refuse some of these patterns."""
 MIXED = [
-    *({"name": n, "patterns": LINEAR} for n in VARIANTS if n not in ("sste weight", "act24")),
+    {"name": "proxsparse", "patterns": {"0.up": "dense", "*.up": "2:4"}},
+    *({"name": n, "patterns": LINEAR} for n in VARIANTS if n not in OWN_PATTERNS),
     {"name": "act24", "patterns": {"0.up": "dense", "*.up": "1:4", "1.down": "3:4"}},
     *(
         {"name": n, "kind": kind, "patterns": LINEAR}
