@@ -650,6 +650,7 @@ def contract_word(value: bool | None) -> str:
 
 def contract_ran(found: dict[str, Any], cases: Cases) -> str:
     """Return what ran, where, and how gate 2 was decided."""
+    planned = found["contract"]["cases"]
     judged = [case["gates"] for case in cases.values() if "gates" in case]
     failed = sum(not case.get("passed", True) for case in cases.values())
     refused = sum("refused" in case for case in cases.values())
@@ -658,11 +659,14 @@ def contract_ran(found: dict[str, Any], cases: Cases) -> str:
     seconds = sum(case.get("seconds", 0) for case in cases.values())
     commits = ", ".join(sorted({case["commit"] for case in cases.values()}))
     lines = [
-        f"- Cases: {len(cases)}, of which {len(judged) - failed} passed, {failed} failed and "
-        f"{refused} were refused; {seconds / 60:.0f} minutes of runs, two cases at a time.",
+        f"- Cases: {len(cases)} of {len(planned)} ran: {len(judged)} were judged, of which {failed} "
+        f"failed, and {refused} were refused. {seconds / 60:.0f} minutes of runs, two cases at a "
+        "time, on a machine that others used too.",
         f"- Gate 2: {equal} equal the golden bits of an earlier run, {recorded} were recorded.",
         f"- Commit of the code that trains: {commits}.",
     ]
+    if left := [f"`{name}`" for name in planned if tuple(name.split()) not in cases]:
+        lines.insert(1, f"- Not run yet: {', '.join(left)}.")
     for name, machine in found["hardware"].items():
         lines.append(
             f"- {name}, {machine['cores']} cores, Python {machine['python']}, "
