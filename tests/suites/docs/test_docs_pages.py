@@ -157,6 +157,14 @@ def test_the_readme_needs_no_horizontal_scrolling():
     assert not wide, "wider than the text of a page at 1280 pixels"
 
 
+def test_the_readme_counts_the_published_defects():
+    page = (ROOT / "docs" / "published_defects.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    heads = [row for row in rows if row.startswith("| where |")]
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"lists {len(rows) - len(heads)} errors found" in readme
+
+
 def test_the_version_is_the_same_everywhere():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
