@@ -19,7 +19,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,9 @@ import torch.utils.flop_counter  # noqa: F401
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 
 import sparsepretrain.training.trainer  # noqa: F401
-from sparsepretrain import cli
 from sparsepretrain.cli import train
 from sparsepretrain.training.stopping import StopSignals
+from support.forked import main_in_child
 
 LIMIT = 120.0
 train.illustrate = lambda *args: None  # plots take longer than the runs
@@ -49,19 +48,11 @@ StopSignals.__enter__ = unblocked  # type: ignore[method-assign]
 
 
 def child(argv: list[str], log: int, at: dict[str, Any]) -> None:
-    code = 99
-    try:
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+    def prepare() -> None:
         if "call" in at:
             kill_at(at["call"], at.get("thread", ""))
-        code = cli.main(argv)
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except BaseException:
-        os.write(2, traceback.format_exc().encode())
-    finally:
-        os._exit(code)
+
+    main_in_child(argv, log, prepare)
 
 
 def kill_at(call: int, thread: str) -> None:

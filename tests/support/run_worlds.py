@@ -18,7 +18,6 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -29,12 +28,12 @@ import torch.distributed.fsdp
 import torch.utils.flop_counter
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 
-from sparsepretrain import cli
 from sparsepretrain.cli import train
 from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.sparsity.engine.model_state import ModelState
 from sparsepretrain.training import assembly, loop, session_state
 from support.faults import inject
+from support.forked import main_in_child
 from support.mutants import noise
 
 WARM = (
@@ -114,10 +113,7 @@ MUTANTS: dict[str, tuple[Any, ...]] = {
 
 
 def child(job: dict[str, Any], rank: int, log: int) -> None:
-    code = 99
-    try:
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+    def prepare() -> None:
         if job["size"] > 1:
             os.environ |= {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["size"]),
@@ -128,13 +124,8 @@ def child(job: dict[str, Any], rank: int, log: int) -> None:
             mistake.start()
         if job["kill"]:
             inject("SIGKILL", "micro-batch", job["kill"])
-        code = cli.main(job["argv"])
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except BaseException:
-        os.write(2, traceback.format_exc().encode())
-    finally:
-        os._exit(code)
+
+    main_in_child(job["argv"], log, prepare)
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ class Forks:
     def __init__(self, cache: Path) -> None:
         command = [sys.executable, str(SUPPORT / "run_forks.py")]
         env = {**os.environ, "SPARSEPRETRAIN_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+        env["PYTHONPATH"] = os.pathsep.join([str(SUPPORT.parent), env.get("PYTHONPATH", "")])
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, env=env, **pipes)
 
