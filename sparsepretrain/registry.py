@@ -108,7 +108,7 @@ def suggestion(word: str, known: Iterable[str], prefix: str = "") -> str:
     known = list(known)
     lower = {name.lower(): name for name in known}
     begun = [lower[name] for name in lower if len(word) > 2 and name.startswith(word.lower())]
-    if len(begun) > 1:  # such as gpt2: the closest one would be as good as any
+    if len(begun) > 1:  # such as gpt2, which says no more than that
         return f" (choose from {choices([prefix + name for name in begun])})"
     if begun:
         return f" (did you mean {prefix + begun[0]!r}?)"

@@ -254,7 +254,7 @@ def record_of(name: str, table: Table, scale: Scale, asked: Selection) -> TableR
 
 def not_recorded(tried: Sequence[Cell], record: TableResults) -> list[Cell]:
     """Return the runs that a record has not finished, with the same configuration."""
-    return [cell for cell in tried if _recorded(cell, record) is None] if record.seeds else [*tried]
+    return [cell for cell in tried if _recorded(cell, record) is None]
 
 
 def _recorded(cell: Cell, record: TableResults) -> CellResult | None:

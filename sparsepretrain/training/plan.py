@@ -390,7 +390,7 @@ def warn_of_random_weights(run: Run, warn: Callable[[str], None]) -> None:
     if run.init.path is None and implementation.trains != "model":
         warn(
             f"sparsity={name} learns masks of weights that stay as they are, and this run starts "
-            f"from random ones: start from a trained model with `sparsepretrain finetune RUN …`"
+            "from random ones: start from a trained model with `sparsepretrain finetune RUN …`"
         )
 
 
