@@ -53,6 +53,14 @@ def test_what_is_2_4_stays_and_strong_regularizers_make_the_rest_2_4():
     assert proximal_24(weight.float(), 0.25).dtype == torch.float32
 
 
+@pytest.mark.parametrize("strength", [0.25, 2.0])
+def test_a_shard_gets_the_bits_of_the_whole_weight(strength):
+    """Also next to groups of another scale, which need more or fewer passes."""
+    weight = draw(16, 16) * torch.logspace(-3, 1, 16, dtype=torch.float64)[:, None]
+    rows = [proximal_24(row, strength) for row in weight]
+    assert torch.equal(proximal_24(weight, strength), torch.stack(rows))
+
+
 @pytest.mark.parametrize("stored", [False, True])
 def test_steps_are_those_of_the_optimizer_and_then_of_the_operator(stored):
     """λ is not multiplied by the learning rate."""

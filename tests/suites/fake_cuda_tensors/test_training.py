@@ -12,6 +12,7 @@ from sparsepretrain.sparsity import coverage
 from sparsepretrain.sparsity.matmuls import fp8, policy
 from sparsepretrain.sparsity.matmuls.fp8 import FP8
 from sparsepretrain.sparsity.methods.bimask import BiMask
+from sparsepretrain.sparsity.methods.proxsparse import ProxSparse
 from sparsepretrain.training import loop, session_state, validation
 from support.fake_cuda import RECORD, Pretended, fake_cuda
 from support.finetune_cases import build, glue, squad
@@ -25,6 +26,9 @@ WAITS = {
     ("tolist", "sparsity/methods/asp.py:take_remarks"),  # at the step that chooses a fixed mask
 }
 """Of an optimizer step, each at most once."""
+
+DESCENT = {("item", "sparsity/methods/proxsparse.py:_descend"): 64}
+"""Of a step of ProxSparse: one for each pass of its coordinate descent, of which few are needed."""
 
 AT_FIRST = {("tolist", "sparsity/engine/attachments.py:read_together"): 2}
 """Of the first step: weights that changed before it, and those that something else reads."""
@@ -84,6 +88,7 @@ def three_steps(tiny, words, *, watched=False):
         found.append((values.loss, values.grad_norm))
         if watched:
             allowed = dict.fromkeys(WAITS, 1) | (AT_FIRST if number == 0 else {})
+            allowed |= DESCENT if isinstance(sparsifier.method, ProxSparse) else {}
             assert RECORD.waits <= Counter(allowed), RECORD.waits
             method = sparsifier.method
             compiled.append(
