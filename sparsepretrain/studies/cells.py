@@ -121,7 +121,7 @@ def cells(
     scale: Scale,
     asked: Selection,
     *,
-    matched: Mapping[str, Sequence[str]] | None = None,
+    matched: Mapping[tuple[str, str], Sequence[str]] | None = None,
     settings: Mapping[str, str] | None = None,
 ) -> list[Cell]:
     """Return the runs of a table, seed by seed: a stopped table has complete seeds.
@@ -129,7 +129,8 @@ def cells(
     Run directories are ``<runs_dir>/<name>/<row>[--<column>]/<hash>-s<seed>``.
 
     Args:
-        matched: row -> overrides that give it the cost of another row, see ``table.match``.
+        matched: (row, column) -> overrides that give it the cost of another row, see
+            ``table.match``.
         settings: row -> tuned setting; rows without one are left out. None: nothing is tuned.
     """
     wanted = cell_overrides(name, table, scale, asked, matched)
@@ -140,15 +141,19 @@ def cells(
             if at[0] in settings
         }
     size = table.scales[scale]
-    seeds = asked.seeds
-    if seeds is None or isinstance(seeds, int):
-        seeds = range(table.first_seed, table.first_seed + (seeds or size.seeds))
+    wished = size.seeds if asked.seeds is None else asked.seeds
+    first = table.first_seed
+    seeds = range(first, first + wished) if isinstance(wished, int) else wished
     if size.tune is not None and (both := sorted({*seeds} & {*size.tune.seeds})):
         raise ConfigError(
             f"seeds: expected seeds that tune no row of {name}, got {both}. "
             "Choose others with --seeds"
         )
-    return grid(name, wanted, seeds, asked.config_dirs, nodes=asked.nodes)
+    found = grid(name, wanted, seeds, asked.config_dirs, nodes=asked.nodes)
+    if not isinstance(wished, int):
+        return found
+    ends = {at: first + size.most_seeds(*at, wished) for at in wanted}
+    return [cell for cell in found if cell.seed < ends[cell.row, cell.column]]
 
 
 def tuning_cells(
@@ -157,7 +162,7 @@ def tuning_cells(
     scale: Scale,
     tune: Tune,
     asked: Selection,
-    matched: Mapping[str, Sequence[str]] | None,
+    matched: Mapping[tuple[str, str], Sequence[str]] | None,
 ) -> list[Cell]:
     """Return the runs that choose the setting of each row, which is the column of its cell."""
     wanted = cell_overrides(name, table, scale, asked, matched)
@@ -177,7 +182,7 @@ def cell_overrides(
     table: Table,
     scale: Scale,
     asked: Selection,
-    matched: Mapping[str, Sequence[str]] | None = None,
+    matched: Mapping[tuple[str, str], Sequence[str]] | None = None,
 ) -> dict[tuple[str, str], list[str]]:
     """Return (row, column) -> overrides of the cells that match ``asked.only``."""
     if scale not in table.scales:
@@ -197,7 +202,8 @@ def cell_overrides(
         (r, c): [
             *experiment,
             *[*size.overrides, *table.columns.get(c, ()), *size.columns.get(c, ())],
-            *[*table.rows[r], *size.rows.get(r, ()), *overrides, *(matched or {}).get(r, ())],
+            *[*table.rows[r], *size.rows.get(r, ()), *size.of_cell(r, c), *overrides],
+            *(matched or {}).get((r, c), ()),
         ]
         for r, c in known
         if fnmatchcase(r, asked.only) or fnmatchcase(cell_name(r, c), asked.only)

@@ -16,6 +16,7 @@ from sparsepretrain.reports import plots
 from sparsepretrain.reports.differences import Difference
 from sparsepretrain.reports.figures import Curves, Pairs, add_legend, difference_figure
 from sparsepretrain.reports.plots import line_style
+from sparsepretrain.studies import sizes
 from sparsepretrain.studies.claims import difference
 from sparsepretrain.studies.results import TableResults
 from sparsepretrain.studies.tables import Metric, Table
@@ -35,6 +36,11 @@ def of_table(results: TableResults, table: Table) -> dict[str, tuple[Figure, str
             "cost": (cost_figure(results, table), "Final values against the FLOPs of the run"),
         }
         return {name: (figure, text) for name, (figure, text) in drawn.items() if figure}
+    if table.scaling and table.columns:
+        by_size = sizes_figure(results, table)
+        if by_size is None:
+            return {}
+        return {"sizes": (by_size, f"Percent above {table.baseline} against model size, by data")}
     measured = {cell.column for cell in results.cells if cell.curves or cell.metrics}
     baseline = table.baseline
     columns = [c for c in table.columns or [""] if c in measured]
@@ -129,6 +135,48 @@ def cost_figure(results: TableResults, table: Table) -> Figure | None:
             fontsize=8,
             arrowprops={"arrowstyle": "-", "color": "0.75", "relpos": (0, 0.5)},
         )
+    return figure
+
+
+def sizes_figure(results: TableResults, table: Table) -> Figure | None:
+    """Draw gaps to the baseline over model sizes: a panel for each cost and amount of data.
+
+    Bars are 95 % intervals over seeds.
+    """
+    costs = [*sizes.COSTS.items()][:2]  # those of a measured speed look like those of equal tokens
+    drawn = {title: sizes.gaps(results, table, factor) for title, factor in costs}
+    amounts = sorted({d for by_row in drawn.values() for at in by_row.values() for _, d in at})
+    if not amounts:
+        return None
+    size = (1.2 + 3.4 * len(amounts), 6.4)
+    figure, grid = plots.new_figure(size, columns=len(amounts), rows=len(drawn))
+    styles: dict[str, Any] = {}
+    for index, axes in enumerate(grid):
+        title, by_row = [*drawn.items()][index // len(amounts)]
+        data = amounts[index % len(amounts)]
+        for row, by_place in by_row.items():
+            points = sorted(
+                (n, Difference("", [*v.values()])) for (n, d), v in by_place.items() if d == data
+            )
+            if not points:
+                continue
+            style = styles[row] = plots.line_style([*table.rows].index(row))
+            # bars side by side: rows of one size would cover each other
+            shift = 1 + 0.025 * ([*table.rows].index(row) - len(table.rows) / 2)
+            x = [n * shift for n, _ in points]
+            axes.plot(x, [d.mean for _, d in points], **style)
+            for at, (_, d) in zip(x, points, strict=True):
+                axes.plot([at, at], d.interval(), color=style["color"], linewidth=1.5, alpha=0.6)
+        axes.axhline(0, color="black", linewidth=1)
+        axes.set_xscale("log")
+        axes.set_title(f"{title}\n{data} {results.unit} per parameter", fontsize=8, loc="left")
+        axes.tick_params(labelsize=8)
+        axes.set_xlabel("parameters without embeddings", fontsize=8)
+        axes.set_ylabel(f"% above {table.baseline}", fontsize=8)
+    limits = [axes.get_ylim() for axes in grid]
+    for axes in grid:  # equal, so that panels compare
+        axes.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
+    add_legend(figure, styles)
     return figure
 
 

@@ -10,7 +10,7 @@ from sparsepretrain.config.schema import Run
 from sparsepretrain.config.validate import load
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.studies.cells import Selection, cell_overrides
-from sparsepretrain.studies.tables import Match, Scale, Table
+from sparsepretrain.studies.tables import Match, Scale, Table, cell_name
 from sparsepretrain.tasks import build_task
 from sparsepretrain.training.assembly import META, build_model
 from sparsepretrain.training.cost import Cost, run_cost
@@ -20,29 +20,34 @@ TOLERANCE = 0.005
 """Largest relative difference between parameters that count as equal."""
 
 
-def matched(name: str, table: Table, scale: Scale, asked: Selection) -> dict[str, list[str]]:
-    """Return row -> overrides that give it the cost of another row, for all of ``table.match``.
+def matched(
+    name: str, table: Table, scale: Scale, asked: Selection
+) -> dict[tuple[str, str], list[str]]:
+    """Return (row, column) -> overrides that give it the cost of another row in this column.
 
-    A tuned option of the other row is at its default.
+    For all rows of ``table.match``. A tuned option of the other row is at its default.
 
     Raises:
         ConfigError: nothing gives the row this cost.
     """
     words = cell_overrides(name, table, scale, dataclasses.replace(asked, only="*"))
-    costs: dict[str, tuple[Run, Cost]] = {}
+    costs: dict[tuple[str, str], tuple[Run, Cost]] = {}
     matches = {}
-    for row, match in table.match.items():
-        if (row, "") not in words:
+    for (row, column), own in words.items():
+        match = table.match.get(row)
+        if match is None:
             continue
         try:
-            if (match.to, "") not in words:
-                raise ConfigError(f"match.to: {match.to!r} does not run at scale {scale}")
-            if match.to not in costs:
-                other = resolve_steps(load(words[match.to, ""], asked.config_dirs))
-                costs[match.to] = other, run_cost(other)
-            matches[row] = _equal(match, *costs[match.to], words[row, ""], asked.config_dirs)
+            at = match.to, column
+            if at not in words:
+                raise ConfigError(f"match.to: {cell_name(*at)!r} does not run at scale {scale}")
+            if at not in costs:
+                other = resolve_steps(load(words[at], asked.config_dirs))
+                costs[at] = other, run_cost(other)
+            matches[row, column] = _equal(match, *costs[at], own, asked.config_dirs)
         except ConfigError as error:
-            raise ConfigError([f"{row}: {message}" for message in error.messages]) from error
+            cell = cell_name(row, column)
+            raise ConfigError([f"{cell}: {message}" for message in error.messages]) from error
     return matches
 
 

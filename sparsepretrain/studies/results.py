@@ -75,6 +75,8 @@ class CellResult:
     """Parameters without embeddings; 0: not counted."""
     nonzero: int = 0
     """Nonzero ones of ``entries`` at the end."""
+    average: float = 0.0
+    """Nonzero ones of ``entries`` in the forward weights, mean over the steps; 0: not counted."""
     metrics: dict[str, float | None] = field(default_factory=dict)
     """Metrics of finished runs; null: not finite."""
     missing: dict[str, str] = field(default_factory=dict)
@@ -140,15 +142,22 @@ class TableResults:
         return by_seed
 
     def costs(self, baseline: str | None) -> dict[str, tuple[float, float]]:
-        """Return cell -> 2:4 matmuls per layer and FLOPs in percent of the baseline, if counted."""
-        by_cell: dict[str, list[tuple[float, float]]] = {}
+        """Return cell -> 2:4 matmuls per layer and FLOPs in percent of the baseline, if counted.
+
+        In a table with columns, of the baseline in the same column.
+        """
+        by_cell: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for cell in self.cells:
             if cell.sparse_matmuls is not None and cell.flops is not None:
-                by_cell.setdefault(cell.name, []).append((cell.sparse_matmuls, cell.flops))
-        means = {at: np.mean(pairs, axis=0) for at, pairs in by_cell.items()}
-        if baseline not in means:
-            return {}
-        return {at: (float(m), float(100 * f / means[baseline][1])) for at, (m, f) in means.items()}
+                at = cell.row, cell.column
+                by_cell.setdefault(at, []).append((cell.sparse_matmuls, cell.flops))
+        means = {at: np.mean(pairs, axis=0).tolist() for at, pairs in by_cell.items()}
+        bases = {column: flops for (row, column), (_, flops) in means.items() if row == baseline}
+        return {
+            cell_name(row, column): (matmuls, 100 * flops / bases[column])
+            for (row, column), (matmuls, flops) in means.items()
+            if column in bases
+        }
 
     def gaps(self, metric: str) -> dict[str, str]:
         """Return cell -> seeds without a number and the reason; "all": one reason for all runs."""
@@ -212,10 +221,11 @@ def collect(name: str, scale: Scale | None, asked: Selection) -> TableResults:
             ]
         begun = {cell.seed for cell, _ in measured if cell.state != "missing"}
         result.cells = [cell for cell, _ in measured if cell.seed in begun]
-        if result.tuning or table.match or table.scales[result.scale].staged:
+        final_only = result.tuning or table.match or (table.scaling and table.columns)
+        if final_only or table.scales[result.scale].staged:
             for cell, _ in measured:
-                cell.curves = {}  # pages of tuned tables and of stages show final values only
-        if result.tuning or table.match or table.scaling:
+                cell.curves = {}  # pages of these tables show final values only
+        if final_only or table.scaling:
             for cell, data in measured:
                 if cell.state == "finished" and data is not None:
                     run = validate(data.config)
@@ -224,6 +234,7 @@ def collect(name: str, scale: Scale | None, asked: Selection) -> TableResults:
                     cell.flops = cost_of.flops
                     cell.entries = cost_of.entries
                     cell.nonzero = cost_of.nonzero
+                    cell.average = cost_of.average
         result.seeds = sorted(begun)
         configs = {cell.config: run.config for cell, run in measured if run is not None}
         kept = {cell.config for cell in result.cells} & record.configs.keys()

@@ -1,16 +1,23 @@
-"""Fit the scaling law of sparse networks (arXiv:2309.08520) to rows of a table.
+"""Fit scaling laws of sparse networks to rows of a table.
+
+Of arXiv:2309.08520, with the fraction of zeros S and the number of nonzero parameters N:
 
     L = (a_S·(1 - S)^b_S + c_S)·N^(-b_N) + a_D·D^(-b_D) + c
 
-S is the fraction of zeros, N the number of nonzero parameters, both without embeddings, and D the
-number of tokens. N and D are relative to the baseline, which changes the units of a_S, c_S and a_D
-only.
+Of arXiv:2501.12486, with the mean N̄ of the number of nonzero parameters over the run:
+
+    L = A·N̄^(-α) + B·D^(-β) + E
+
+S, N and N̄ are without embeddings; D is the number of tokens. N, N̄ and D are relative to the
+baseline (in its first column), which changes the units of a_S, c_S, a_D, A and B only. The second
+law is the first one with S = 0 and N̄ for N.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -20,7 +27,7 @@ from scipy.optimize import least_squares
 
 from sparsepretrain.reports.page import markdown_table
 from sparsepretrain.studies.results import TableResults
-from sparsepretrain.studies.tables import Table
+from sparsepretrain.studies.tables import Table, cell_name
 
 NAMES = ("a_S", "b_S", "c_S", "b_N", "a_D", "b_D", "c")
 FEWEST = 6
@@ -28,14 +35,20 @@ FEWEST = 6
 
 EQUATION = (
     "L = (a_S·(1 - S)^b_S + c_S)·N^(-b_N) + a_D·D^(-b_D) + c (arXiv:2309.08520), fitted by least "
-    "squares to the means of {rows} rows; coefficients that are not listed are 0. S: zeros among "
+    "squares to the means of {points}; coefficients that are not listed are 0. S: zeros among "
     "the parameters without embeddings; N: nonzero ones; D: tokens. N and D are relative to "
     "{baseline}, so the units of a_S, c_S and a_D differ from those of the paper."
+)
+AVERAGE_NAMES = {"a_S": "A", "b_N": "α", "a_D": "B", "b_D": "β", "c": "E"}
+AVERAGE_EQUATION = (
+    "L = A·N̄^(-α) + B·D^(-β) + E (arXiv:2501.12486), fitted by least squares to the means of "
+    "{points}. N̄: nonzero parameters without embeddings, mean over the steps of the run. N̄ and D "
+    "are relative to {baseline}."
 )
 
 
 class Point(NamedTuple):
-    """Mean loss of a row."""
+    """Mean loss of a row, or of a cell in a table with columns."""
 
     row: str
     sparsity: float
@@ -59,8 +72,9 @@ def fit(points: Sequence[Point]) -> Law | str:
     law if no interval of the other coefficients contains 0.
     """
     levels = {
-        name: len({round(getattr(point, name), 6) for point in points})
-        for name in ("sparsity", "parameters", "tokens")
+        # biases make S differ a little between models of different sizes
+        name: len({round(getattr(point, name), digits) for point in points})
+        for name, digits in (("sparsity", 2), ("parameters", 6), ("tokens", 6))
     }
     left_out = {"c_S"} if levels["sparsity"] < 3 else set()
     left_out |= {"b_S"} if levels["sparsity"] < 2 else set()
@@ -131,38 +145,82 @@ def _least_squares(points: Sequence[Point], names: Sequence[str]) -> Law:
     return Law(dict(zip(names, pairs, strict=True)), losses_of(best.x).tolist())
 
 
-def points_of(results: TableResults, table: Table) -> list[Point]:
-    """Return the finished rows of ``table.scaling``; none without a finished baseline."""
+def points_of(
+    results: TableResults, table: Table, rows: Collection[str], *, average: bool = False
+) -> list[Point]:
+    """Return the finished cells of ``rows``; none without a finished baseline.
+
+    Args:
+        results: of the table.
+        table: the first metric is the loss.
+        rows: rows of the table.
+        average: N is the mean over the run of the nonzero parameters, and S is 0.
+    """
     values = results.values(next(iter(table.metrics)))
-    cells = {cell.row: cell for cell in results.cells if cell.nonzero and cell.row in values}
-    baseline = cells.get(table.baseline or "")
+    cells = {cell.name: cell for cell in results.cells if cell.nonzero and cell.name in values}
+    columns = [*table.columns] or [""]
+    bases = [cell_name(table.baseline or "", column) for column in columns]
+    baseline = next((cells[at] for at in bases if at in cells), None)
     if baseline is None:
         return []
-    return [
-        Point(
-            row=row,
-            sparsity=1 - cells[row].nonzero / cells[row].entries,
-            parameters=cells[row].nonzero / baseline.nonzero,
-            tokens=cells[row].tokens / baseline.tokens,
-            loss=float(np.mean(list(values[row].values()))),
+    points = []
+    for at in (cell_name(row, column) for row in rows for column in columns):
+        if (cell := cells.get(at)) is None or (average and not cell.average):
+            continue
+        points.append(
+            Point(
+                row=cell.row,
+                sparsity=0.0 if average else 1 - cell.nonzero / cell.entries,
+                parameters=(cell.average if average else cell.nonzero) / baseline.nonzero,
+                tokens=cell.tokens / baseline.tokens,
+                loss=float(np.mean(list(values[at].values()))),
+            )
         )
-        for row in table.scaling
-        if row in cells
-    ]
+    return points
 
 
 def section(results: TableResults, table: Table) -> list[str]:
-    """Return Markdown lines: coefficients and fitted losses, or the reason why there are none."""
-    points = points_of(results, table)
+    """Return Markdown lines: coefficients and fitted losses, or the reasons why there are none."""
+    lines = _law(results, table, points_of(results, table, table.scaling), EQUATION, {})
+    others = points_of(results, table, table.rows, average=True)
+    if others:  # records of earlier runs do not have the mean number
+        lines += ["", *_law(results, table, others, AVERAGE_EQUATION, AVERAGE_NAMES)]
+    return lines
+
+
+def _law(
+    results: TableResults,
+    table: Table,
+    points: Sequence[Point],
+    equation: str,
+    names: Mapping[str, str],
+) -> list[str]:
     if not points:
         return [f"Not fitted: no finished run of {table.baseline}, which N and D are relative to."]
     law = fit(points)
     if isinstance(law, str):
+        for name, other in names.items():
+            law = re.sub(rf"\b{name}\b", other, law)
         return [law]
-    digits = next(iter(table.metrics.values())).digits
     coefficients = [
-        (name, f"{value:.2g}", f"± {half:.1g}") for name, (value, half) in law.coefficients.items()
+        (names.get(name, name), f"{value:.2g}", f"± {half:.1g}")
+        for name, (value, half) in law.coefficients.items()
     ]
+    kind = "cells" if table.columns else "rows"
+    first = next(iter(table.columns), "")
+    return [
+        equation.format(
+            points=f"{len(points)} {kind}", baseline=cell_name(table.baseline or "", first)
+        ),
+        "",
+        *markdown_table(("coefficient", "value", "95 % interval"), coefficients),
+        "",
+        *(_by_row(points, law) if table.columns else _by_point(points, law, table)),
+    ]
+
+
+def _by_point(points: Sequence[Point], law: Law, table: Table) -> list[str]:
+    digits = next(iter(table.metrics.values())).digits
     rows = [
         (
             point.row,
@@ -175,11 +233,15 @@ def section(results: TableResults, table: Table) -> list[str]:
         )
         for point, fitted in zip(points, law.fitted, strict=True)
     ]
-    header = ("row", "S", "N", "D", "measured", "fitted", "residual, %")
-    return [
-        EQUATION.format(rows=len(points), baseline=table.baseline),
-        "",
-        *markdown_table(("coefficient", "value", "95 % interval"), coefficients),
-        "",
-        *markdown_table(header, rows),
+    return markdown_table(("row", "S", "N", "D", "measured", "fitted", "residual, %"), rows)
+
+
+def _by_row(points: Sequence[Point], law: Law) -> list[str]:
+    residuals: dict[str, list[float]] = {}
+    for point, fitted in zip(points, law.fitted, strict=True):
+        residuals.setdefault(point.row, []).append(100 * (point.loss / fitted - 1))
+    rows = [
+        (row, str(len(own)), f"{np.mean(own):+.2f}", f"{max(map(abs, own)):.2f}")
+        for row, own in residuals.items()
     ]
+    return markdown_table(("row", "cells", "mean residual, %", "largest, %"), rows)

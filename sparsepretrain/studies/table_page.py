@@ -16,7 +16,7 @@ from typing import Any
 from sparsepretrain.console import clock, count
 from sparsepretrain.reports.differences import ALPHA, SEEDS, Difference
 from sparsepretrain.reports.page import Page, markdown_table
-from sparsepretrain.studies import claims, figures, scaling, tables
+from sparsepretrain.studies import claims, figures, scaling, sizes, tables
 from sparsepretrain.studies.cells import seeds_text
 from sparsepretrain.studies.claims import Ruling, Verdict, judge
 from sparsepretrain.studies.ran import what_ran
@@ -138,6 +138,12 @@ def _measured(page: Page, results: TableResults, table: Table, mark: str) -> Non
     for name, (figure, caption) in figures.of_table(results, table).items():
         page.figures[f"{results.name}-{name}.png"] = figure
         page.lines += [f"![{caption}]({results.name}-{name}.png)", ""]
+    if table.scaling and table.columns:
+        page.lines += [
+            f"{mark} Gap to {table.baseline} by size",
+            "",
+            *sizes.section(results, table),
+        ]
     if table.scaling:
         page.lines += [f"{mark} Scaling law", "", *scaling.section(results, table), ""]
 

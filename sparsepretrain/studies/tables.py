@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import chain, product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from sparsepretrain.config.places import TABLES, search_path
 from sparsepretrain.config.strict import build
@@ -19,6 +19,7 @@ from sparsepretrain.registry import suggestion
 PUBLISHED = Path(__file__).with_name("published.yaml")
 """Published numbers with their sources."""
 
+T = TypeVar("T")
 Scale = Literal["paper", "nano"]
 Term = str | list[str]
 """``row``, ``row @ column``, or a pair: the first minus the second."""
@@ -155,6 +156,8 @@ class Size:
     rows: dict[str, list[str]] = field(default_factory=dict)
     """Row -> further overrides, such as a decay factor for this scale."""
     columns: dict[str, list[str]] = field(default_factory=dict)
+    cells: dict[str, list[str]] = field(default_factory=dict)
+    """Glob of ``row @ column`` -> further overrides, such as a learning rate for this size."""
     without: dict[str, str] = field(default_factory=dict)
     """Glob of ``row`` or ``row @ column`` -> reason for not running it at this scale."""
     stages: list[Stage] = field(default_factory=list)
@@ -169,6 +172,9 @@ class Size:
     notes: list[str] = field(default_factory=list)
     """Limits of the runs of this scale."""
     seeds: Annotated[int, "> 0"] = 5
+    fewer_seeds: dict[str, int] = field(default_factory=dict)
+    """Glob of ``row`` or ``row @ column`` -> most seeds of these cells, unless a command lists its
+    seeds."""
     minutes: Annotated[float | None, "> 0"] = None
     """Measured CPU minutes of all runs on one core; null: unknown."""
 
@@ -176,6 +182,14 @@ class Size:
     def staged(self) -> dict[str, Stage]:
         """Row -> stage that gives its numbers, of rows that are not trained by themselves."""
         return {stage.row: stage for stage in self.stages if stage.row is not None}
+
+    def of_cell(self, row: str, column: str) -> list[str]:
+        """Return the overrides of ``cells`` for a cell, in the order of its globs."""
+        return [*chain.from_iterable(_fitting(self.cells, row, column))]
+
+    def most_seeds(self, row: str, column: str, number: int) -> int:
+        """Return how many of ``number`` seeds a cell has."""
+        return min([number, *_fitting(self.fewer_seeds, row, column)])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -301,11 +315,9 @@ class Table:
             yield from _unknown(f"match.{row}.to", [match.to], self.rows)
             if match.to in self.match:
                 yield f"match.{row}.to", f"{match.to!r} is matched itself; name a row that is not"
-        if self.match and self.columns:
-            yield "match", "is for tables without columns"
         yield from _unknown("scaling", self.scaling, self.rows)
-        if self.scaling and (self.columns or self.baseline is None):
-            yield "scaling", "is for tables with a baseline and without columns"
+        if self.scaling and self.baseline is None:
+            yield "scaling", "is for tables with a baseline"
         if self.scaling and any(m.better != "lower" for m in [*self.metrics.values()][:1]):
             yield "scaling", "needs a first metric that is a loss, with `better: lower`"
         for scale, size in self.scales.items():
@@ -319,9 +331,12 @@ class Table:
                 yield f"scales.{scale}.stages", "with a row need one trained row and no columns"
             if size.tune is not None:
                 yield from self._tuning_problems(f"scales.{scale}.tune", size.tune)
-            for glob in size.without:
-                if not any(fnmatchcase(at, glob) for at in cells):
-                    yield f"scales.{scale}.without", f"no cell is {glob!r}"
+            for key in ("without", "cells", "fewer_seeds"):
+                for glob in getattr(size, key):
+                    if not any(fnmatchcase(at, glob) for at in cells):
+                        yield f"scales.{scale}.{key}", f"no cell is {glob!r}"
+            if few := [count for count in size.fewer_seeds.values() if count < 1]:
+                yield f"scales.{scale}.fewer_seeds", f"must be at least 1, got {few[0]}"
         stages = {stage.name for size in self.scales.values() for stage in size.stages}
         for key, metric in self.metrics.items():
             if metric.stage and not any(fnmatchcase(stage, metric.stage) for stage in stages):
@@ -444,14 +459,16 @@ def load_table(name: str, config_dirs: Sequence[Path] = ()) -> Table:
 
 def table_cells(table: Table, scale: Scale) -> Iterator[tuple[str, str, str]]:
     """Yield (row, column, reason for not running or an empty string) of every cell."""
-    without = table.scales[scale].without.items()
+    without = table.scales[scale].without
     for row in table.rows:
         for column in table.columns or [""]:
-            at = cell_name(row, column)
-            reasons = [
-                why for glob, why in without if fnmatchcase(row, glob) or fnmatchcase(at, glob)
-            ]
-            yield row, column, reasons[0] if reasons else ""
+            yield row, column, next(_fitting(without, row, column), "")
+
+
+def _fitting(by_glob: Mapping[str, T], row: str, column: str) -> Iterator[T]:
+    """Yield the values whose glob fits a row, or a row and a column."""
+    names = row, cell_name(row, column)
+    return (value for glob, value in by_glob.items() if any(fnmatchcase(n, glob) for n in names))
 
 
 def slug(label: str) -> str:

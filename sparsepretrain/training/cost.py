@@ -152,6 +152,7 @@ class Cost(NamedTuple):
     parameters: int
     entries: int  # parameters without embeddings
     nonzero: int  # of the entries, at the end
+    average: float  # nonzero entries of the forward operands, mean over the steps
 
 
 def run_cost(run: Run, lines: Sequence[Mapping[str, Any]] | None = None) -> Cost:
@@ -172,12 +173,14 @@ def run_cost(run: Run, lines: Sequence[Mapping[str, Any]] | None = None) -> Cost
     sparsifier = sparsify_model(run, task, model)
     halves = saved = 0.0
     zeros = 0
+    zero_steps = 0.0  # zeros of the forward operands, summed over the steps
     for method in sparsifier.methods:
         layers = matmul_flops(run, sparsifier, inputs, flops, only=method).layers
         weights = [w for w in sparsifier.layers.values() if w.operands.method is method]
         share = len(weights) / len(sparsifier.layers)
         known = _planned(run, method) if lines is None else lines
         logged = [line for line in known if line.get("sparse") is not None]
+        sparse_entries = sum(weight.weight.numel() for weight in weights)
         # A line tells the phase of the steps up to the next line; changes of phase have lines.
         bounds = [0, *(line["step"] for line in logged[1:]), run.steps]
         for line, (begin, end) in zip(logged, pairwise(bounds), strict=True):
@@ -187,15 +190,23 @@ def run_cost(run: Run, lines: Sequence[Mapping[str, Any]] | None = None) -> Cost
             halved = row.halved if line["sparse"] else []
             halves += (end - begin) * len(halved) * share
             saved += (end - begin) * sum(layers[name] for name in halved) / 2
+            kept, of = (row.A.pattern if line["sparse"] else None) or (1, 1)
+            zero_steps += (end - begin) * sparse_entries * (of - kept) / of
         method.set_step(run.steps)
         ends_sparse = bool(logged[-1]["sparse"]) if method.scalars else method.phase.evaluation
         kept, of = method.sparse_row.A.pattern or (1, 1)
-        sparse_entries = sum(weight.weight.numel() for weight in weights)
         zeros += sparse_entries * (of - kept) // of if ends_sparse else 0
     coverage = sparsifier.coverage()
     total = coverage.total_parameters
     entries = total - sum(math.prod(shape) for shape in coverage.embeddings.values())
-    return Cost(halves / run.steps, run.steps * flops - saved, total, entries, entries - zeros)
+    return Cost(
+        sparse_matmuls=halves / run.steps,
+        flops=run.steps * flops - saved,
+        parameters=total,
+        entries=entries,
+        nonzero=entries - zeros,
+        average=entries - zero_steps / run.steps,
+    )
 
 
 def _planned(run: Run, method: Method) -> list[dict[str, Any]]:

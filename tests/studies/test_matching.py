@@ -23,7 +23,7 @@ def table_of(words, **match):
 
 def equal(words, overrides=MICRO, **match):
     asked = Selection(overrides=overrides)
-    return matched("t", table_of(words, **match), "nano", asked)["equal"]
+    return matched("t", table_of(words, **match), "nano", asked)["equal", ""]
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ def test_the_words_of_the_user_precede_the_computed_ones():
     cell = "dense, FLOPs of S-STE"
     table = load_table("match")
     asked = Selection(1, overrides=["steps=500"])
-    assert matched("match", table, "paper", asked)[cell] == ["steps=433"]
-    found = cells("match", table, "paper", asked, matched={cell: ["steps=9"]})
+    assert matched("match", table, "paper", asked)[cell, ""] == ["steps=433"]
+    found = cells("match", table, "paper", asked, matched={(cell, ""): ["steps=9"]})
     assert {c.row: c.run.steps for c in found}[cell] == 9
 
 
@@ -134,6 +134,21 @@ def test_a_row_that_does_not_run_has_no_cost():
         matched("t", table, "nano", Selection(overrides=MICRO))
     table.scales["nano"].without["equal"] = "as well"
     assert matched("t", table, "nano", Selection(overrides=MICRO)) == {}
+
+
+def test_each_column_has_a_cost_of_its_own():
+    table = table_of(["sparsity=srste"], **FLOPS)
+    table.scales["nano"].overrides = MICRO
+    table.columns = {"short": ["steps=50"], "wide": ["model.n_embd=64"]}
+    found = matched("t", table, "nano", Selection())
+    for column, words in table.columns.items():
+        sparse = config.load([*MICRO, *words, "sparsity=srste"])
+        dense = config.load([*MICRO, *words, "sparsity=dense", *found["equal", column]])
+        assert run_cost(dense).flops == pytest.approx(run_cost(sparse).flops, rel=0.02)
+    steps = {column: int(words[0].partition("=")[2]) for (_, column), words in found.items()}
+    assert steps["short"] < 50 < steps["wide"] < 100
+    kept = cells("t", table, "nano", Selection(1), matched=found)
+    assert {c.column: c.run.steps for c in kept if c.row == "equal"} == steps
 
 
 def test_a_model_without_an_ffn_width_is_refused():

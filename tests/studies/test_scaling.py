@@ -113,7 +113,7 @@ def test_page_of_a_table_has_the_law_of_its_rows():
     assert any(line.startswith("| b_N | 0.25 | ±") for line in lines)
     assert sum(line.endswith("| +0.00 |") or line.endswith("| -0.00 |") for line in lines) == 9
     assert not any(line.startswith("| S-STE |") for line in lines), "masks of another method"
-    assert math.isclose(scaling.points_of(results, table)[1].sparsity, 0.4)
+    assert math.isclose(scaling.points_of(results, table, table.scaling)[1].sparsity, 0.4)
     half = dataclasses.replace(results, cells=[c for c in results.cells if c.row != "dense"])
     (line,) = scaling.section(half, table)
     assert line.startswith("Not fitted: no finished run of dense")

@@ -121,8 +121,8 @@ def _descend(z: Tensor, count: int, strength: float) -> Tensor:
             pairs = sum(a * b for i, a in enumerate(others) for b in others[:i])
             new = (z[..., k] - strength * pairs).clamp(min=0)
             columns[k] = torch.where(moves, new, columns[k])
-        farthest = torch.stack([(a - b).abs() for a, b in zip(columns, before, strict=True)]).amax(0)
-        moves = farthest > limit
+        moved = [(new - old).abs() for new, old in zip(columns, before, strict=True)]
+        moves = torch.stack(moved).amax(0) > limit
         # A wait on a GPU, but few of the hundred passes are needed where products of weights are
         # far below 1, and each pass launches more than ten kernels.
         if not moves.any():
