@@ -355,6 +355,17 @@ def unheld(_: str, path: Path) -> str:
     return table(["table", "verdict", "claims"], rows)
 
 
+def verdicts(_: str, path: Path) -> str:
+    """Return how the claims of all committed tables came out, in one sentence."""
+    # claims of a collecting table are those of its parts
+    tables = [found for found in records().values() if not found.parts and has_page(found)]
+    counts = Counter(ruling.verdict for found in tables for _, ruling in judgments(found))
+    tested = sum(bool([*judgments(found)]) for found in tables)
+    words = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
+    text = f"Of {counts.total()} claims in [{tested} tables](results/README.md), {words}."
+    return "\n".join([*textwrap.wrap(text, 120), ""])
+
+
 def stand_ins(_: str, path: Path) -> str:
     """Return one row per committed table whose runs decide none of its claims."""
     rows = []
@@ -706,6 +717,7 @@ TABLES: dict[str, Callable[[str, Path], str]] = {
     "stand_ins": stand_ins,
     "transposable": transposable,
     "unheld": unheld,
+    "verdicts": verdicts,
 }
 
 

@@ -120,8 +120,9 @@ def suggestion(word: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 def choices(known: Sequence[str]) -> str:
-    """Join ``known`` names; shorten long lists."""
-    return ", ".join(known if len(known) <= MOST_LISTED else [*known[:MOST_LISTED], "…"])
+    """Join ``known`` names, numbers in quotes; shorten long lists."""
+    names = [repr(name) if name.isdigit() else name for name in known[:MOST_LISTED]]
+    return ", ".join([*names, "…"] if len(known) > MOST_LISTED else names)
 
 
 def load_plugin(plugin: str) -> None:

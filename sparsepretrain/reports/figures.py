@@ -42,7 +42,10 @@ def of_runs(paired: Paired) -> dict[str, Figure]:
                 panels[name].append((curves(run), curves(partner) if partner and minus else None))
         return panels
 
-    labels = {name: name for name in shown}
+    labels = {
+        name: f"{name}\n({runs[0].loss_name})" if key == "loss" else name
+        for name, (key, _) in shown.items()
+    }
     reference = paired.reference
     unit = runs[0].unit
     named = zip(paired.names, runs, strict=True)
@@ -96,7 +99,11 @@ def difference_figure(
         shown = np.concatenate([mean[len(mean) // 2 :] for mean in means])
         if np.isfinite(shown).any() and (room := float(np.ptp(shown[np.isfinite(shown)]))):
             # the first half of a run and wide intervals would flatten all curves
-            axes.set_ylim(np.nanmin(shown) - room / 2, np.nanmax(shown) + room / 2)
+            top = np.nanmax(shown) + room / 2
+            axes.set_ylim(np.nanmin(shown) - room / 2, top)
+            if reference is None and not every:
+                drawn = [np.array(line.get_data()) for line in axes.get_lines()]
+                axes.set_xlim(left=min(float(x[y <= top][0]) for x, y in drawn if (y <= top).any()))
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_ylabel(keys[key] + minus_that if len(keys) > 1 or not at else "", fontsize=9)
         axes.set_xlabel(unit)

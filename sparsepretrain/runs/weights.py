@@ -158,11 +158,15 @@ def _checkpoints_of_hosts(directory: Path) -> str:
 
 def _require_on_hub(repository: str) -> None:
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
+    here = f"{repository}: no such directory"
     try:
         with hub_access():
             hf_hub_download(repository, HF_CONFIG)
-    except (OSError, ValueError) as error:  # not there, no network, no legal name
+    except LocalEntryNotFoundError as error:
         raise CheckpointError(
-            f"{repository}: no such directory, and no {HF_CONFIG} on the hub: {reason(error)}"
+            f"{here}; the hub cannot be reached, and its cache has no {HF_CONFIG} of this name"
         ) from error
+    except (OSError, ValueError) as error:  # not there, no network, no legal name
+        raise CheckpointError(f"{here}, and no {HF_CONFIG} on the hub: {reason(error)}") from error

@@ -281,7 +281,8 @@ class Proof:
             counts = Counter(self.patterns.values())
             parts = [f"{each} in {_layers(counts[each])}" for each in self.pattern.split("+")]
             found = f"{' and '.join(parts)}, all {self.groups:,} groups"
-        return f"{found}, {share:.1%} exact zeros, in {part:.1%} of the weights outside embeddings"
+        held = f"these layers have {part:.1%} of the weights outside embeddings"
+        return f"{found}, {share:.1%} exact zeros; {held}"
 
 
 def nm_holds(weight: Tensor, n: int, m: int, dim: int) -> Tensor:

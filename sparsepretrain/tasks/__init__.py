@@ -87,7 +87,8 @@ class Task(ABC):
         tokens = getattr(data, "vocab_size", None)
         rows = getattr(model, "vocab_size", None)
         if tokens is not None and rows is not None and tokens > rows:
-            yield "model.vocab_size", f"must be ≥ data.vocab_size ({tokens}), got {rows}"
+            text = f"must be ≥ data.vocab_size ({tokens}), got {rows}"
+            yield "model.vocab_size", f"{text}: set one of them, or another data.tokenizer"
         for key in ("sequence_length", "max_length"):
             length = getattr(options, key, 0)
             for limit in ("n_positions", "max_position_embeddings"):

@@ -284,21 +284,25 @@ def sparsify_model(
 
 
 def resolve_targets(targets: str | list[str], task: Task, model: nn.Module) -> list[str]:
-    """Replace the aliases among ``targets`` by the recipe's globs."""
+    """Replace the aliases among ``targets`` by the recipe's globs; names of layers stay."""
     roles = task.roles
     patterns: list[str] = []
     named = [targets] if isinstance(targets, str) else targets
+    layers = [name for name, child in model.named_children() if not [*child.children()]]
     globs = [target.removeprefix("!") for target in named if target not in roles]
     for target in named:
         if target in roles:
             if task.recipe.guesses_roles:
                 require_known_layers(target, roles, model, globs)
             patterns += roles[target]
-        elif any(c in target for c in "*?[.!"):
+        elif any(c in target for c in "*?[.!") or target in layers:
             patterns.append(target)
         else:
-            near = registry.suggestion(target, roles)
-            raise ConfigError([("targets", f": {target!r} is neither an alias nor a glob{near}")])
+            near = registry.suggestion(target, [*roles, *layers])
+            text = f": {target!r} is no alias, layer or glob{near}"
+            raise ConfigError(
+                [("targets", f"{text}; sparsity.targets=all --dry-run lists the layers")]
+            )
     if named and not patterns:
         raise ConfigError([("targets", f": this model has no layers of {', '.join(named)}")])
     return list(dict.fromkeys(patterns))

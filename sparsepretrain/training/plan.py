@@ -118,7 +118,8 @@ def dry_run(run: Run, console: Console) -> None:
             f"weight), {size(others)} others, "
             f"with gradients, moments{' and averages' if averages else ''}"
             f"\n{size(saved)} activations per micro-batch ({run.batch.micro})"
-            f"\n{(others + sparse + saved) / dense:.3f} of what a dense run needs",
+            f"\n{size(others + sparse + saved)} together, "
+            f"{(others + sparse + saved) / dense:.3f} times as much as a dense run",
         ),
         ("checkpoint", f"{size(stored)}: weights, moments{' and averages' if averages else ''}"),
         *teacher_rows(teacher, flops),

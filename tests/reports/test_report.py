@@ -307,7 +307,7 @@ def test_differences_are_paired_by_seed_and_data(tmp_path):
     assert "Without such a run: sste." in page and "95 % intervals over seeds" in page
     figures = of_runs(pair(runs[:2] + runs[4:6], labels(runs[:2] + runs[4:6])))
     train, validation, _ = figures["difference"].axes
-    assert train.get_ylabel() == "train loss\nminus that of dense"
+    assert train.get_ylabel() == "train loss\n(cross-entropy, nats)\nminus that of dense"
     np.testing.assert_allclose(validation.lines[0].get_ydata(), [0, 0.75])
     (low, high) = Difference("", [0.25, 1.25]).interval()
     edges = validation.collections[0].get_paths()[0].get_extents().intervaly

@@ -146,7 +146,7 @@ def test_the_readme_lists_every_extra():
     extras = project["optional-dependencies"].keys() - {"dev", "site"}  # for developers
     install = text.partition("## Install")[2].partition("\n## ")[0]
     assert extras == set(re.findall(r"`(\w+)`", install))
-    before = text.partition("```")[0]  # before the first command
+    before = " ".join(text.partition("```")[0].split())  # before the first command
     assert all(words in before for words in ("pip install .", "6.4 GB", "five minutes"))
 
 
