@@ -47,8 +47,9 @@ from support.tiny_runs import TINY, final_state, metrics, write_corpus
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "determinism.json"
 SERVER = ROOT / "tests" / "support" / "run_worlds.py"
-CODE = ("sparsepretrain", "configs")
-"""Paths whose last commit is that of a result: the code that trains."""
+OTHERS = ("cli", "export", "integrations", "pruning", "reports", "studies")
+CODE = ("sparsepretrain", "configs", ":!configs/table", *(f":!sparsepretrain/{o}" for o in OTHERS))
+"""Paths (of git) whose last commit is that of a result: the code that trains."""
 
 METHODS = tuple(registry.built_in("method"))
 AXES: dict[str, tuple[str, ...]] = {
