@@ -503,7 +503,7 @@ def test_weights_that_stay_dense_warn_and_are_counted():
     assert coverage.embeddings == {"embedding": (8, 16)}
     text = str(coverage)
     assert "2,048 entries: mlp.experts.up (4, 16, 32)" in text and "embeddings: 128 entries" in text
-    assert str(sparsifier.prove()).endswith("in 11.1% of the weights outside embeddings")
+    assert str(sparsifier.prove()).endswith("have 11.1% of the weights outside embeddings")
 
 
 def test_densify_after_a_dense_tail_warns():
