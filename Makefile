@@ -120,9 +120,10 @@ $(BIN)/python:
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
 # Earlier versions installed a copy, in which pip leaves Numba's files: a directory without
-# __init__.py that hides the checkout.
+# __init__.py that hides the checkout. Without PYTHONWARNINGS, setuptools prints twenty lines about
+# editable installations.
 define install
-	$(BIN)/python -m pip install --quiet --editable "$(1)"
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable "$(1)"
 	@rm -rf $(VENV)/lib/python*/site-packages/sparsepretrain
 	@touch $@
 endef
