@@ -161,9 +161,12 @@ def line_of(points: Sequence[tuple[float, float]]) -> Line | None:
         b = mean * slope
         c = mean**2 - t**2 * variance / len(points)
         middle, spread = -b / a, math.sqrt(max(b * b - a * c, 0.0)) / a
-        roots = (-mean / slope, middle - spread, middle + spread)
-        crossing = tuple(math.exp(min(center + root, 700.0)) for root in roots)
-    return Line(float(slope * math.log(2)), half * math.log(2), crossing)  # type: ignore[arg-type]
+        at, low, high = (
+            math.exp(min(center + root, 700.0))  # no overflow: that many parameters are infinity
+            for root in (-mean / slope, middle - spread, middle + spread)
+        )
+        crossing = at, low, high
+    return Line(float(slope * math.log(2)), half * math.log(2), crossing)
 
 
 def crossing_text(line: Line, by_size: Mapping[int, Difference]) -> str:
