@@ -155,9 +155,7 @@ def sizes_figure(results: TableResults, table: Table) -> Figure | None:
         title, by_row = [*drawn.items()][index // len(amounts)]
         data = amounts[index % len(amounts)]
         for row, by_place in by_row.items():
-            points = sorted(
-                (n, Difference("", [*v.values()])) for (n, d), v in by_place.items() if d == data
-            )
+            points = [*sizes.over_sizes(by_place, data).items()]
             if not points:
                 continue
             style = styles[row] = plots.line_style([*table.rows].index(row))

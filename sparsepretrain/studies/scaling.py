@@ -16,7 +16,6 @@ law is the first one with S = 0 and N̄ for N.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
@@ -64,13 +63,16 @@ class Law(NamedTuple):
     fitted: list[float]  # loss of each point
 
 
-def fit(points: Sequence[Point]) -> Law | str:
+def fit(points: Sequence[Point], called: Mapping[str, str] | None = None) -> Law | str:
     """Fit the law by least squares, all coefficients ≥ 0; or return the reason why not.
+
+    ``called``: other names of coefficients, for the reason.
 
     Coefficients that another one can replace are left out: c_S with two sparsities, b_S with one,
     and the term of D with equal numbers of tokens, where c contains it. The points determine the
     law if no interval of the other coefficients contains 0.
     """
+    shown = dict(zip(NAMES, NAMES, strict=True)) | {**(called or {})}
     levels = {
         # biases make S differ a little between models of different sizes
         name: len({round(getattr(point, name), digits) for point in points})
@@ -88,12 +90,14 @@ def fit(points: Sequence[Point]) -> Law | str:
         )
     if levels["tokens"] == 2:
         return (
-            "Not fitted: rows with 2 numbers of tokens do not determine a_D and b_D. Give all rows "
-            "equal numbers, or at least 3 different ones."
+            f"Not fitted: rows with 2 numbers of tokens do not determine {shown['a_D']} and "
+            f"{shown['b_D']}. Give all rows equal numbers, or at least 3 different ones."
         )
     law = _least_squares(points, names)
     # `not <`: in an exact fit the half of an infinite interval is 0·∞ = NaN
-    undetermined = [name for name, (value, half) in law.coefficients.items() if not half < value]
+    undetermined = [
+        shown[name] for name, (value, half) in law.coefficients.items() if not half < value
+    ]
     if undetermined:
         return (
             f"Not fitted: {len(points)} rows do not determine {', '.join(undetermined)} (95 % "
@@ -197,10 +201,8 @@ def _law(
 ) -> list[str]:
     if not points:
         return [f"Not fitted: no finished run of {table.baseline}, which N and D are relative to."]
-    law = fit(points)
+    law = fit(points, names)
     if isinstance(law, str):
-        for name, other in names.items():
-            law = re.sub(rf"\b{name}\b", other, law)
         return [law]
     coefficients = [
         (names.get(name, name), f"{value:.2g}", f"± {half:.1g}")

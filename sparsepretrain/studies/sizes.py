@@ -29,7 +29,8 @@ from sparsepretrain.studies.tables import Table, cell_name
 DEGREE = 2
 """Most of the polynomial of dense losses; three amounts of data determine it."""
 REACH = 2.0
-"""Factor beyond the measured sizes within which a crossing is a statement about them."""
+"""Factor beyond the smallest and the largest size up to which a crossing is printed: lines through
+two to four sizes say little about others."""
 MEASURED = 1.064
 """Speed of 2:4 matmuls in a step: of GPT-2 124M on an H200 (docs/gpu.md) with S-STE and
 ``sparse_matmuls=auto``, which takes 0.984 of a dense one where 26.5 % of the FLOPs could be 2:4."""
@@ -38,7 +39,7 @@ COSTS = {
     "at equal FLOPs, if a 2:4 matmul is twice as fast": 2.0,
     f"at equal cost, if a 2:4 matmul is {MEASURED:.2f} times as fast": MEASURED,
 }
-"""How runs are compared -> speed of a 2:4 matmul relative to a dense one."""
+"""Title of a comparison -> speed of a 2:4 matmul relative to a dense one; None: equal tokens."""
 
 Gaps = dict[str, dict[tuple[int, int], dict[int, float]]]
 """Row -> (N, tokens per parameter) -> seed -> percent above dense."""
@@ -59,12 +60,12 @@ class Line:
     """Least-squares line of gaps over ln N."""
 
     slope: float
-    """Change of the gap, in points, when the size doubles."""
+    """Change of the gap, in percentage points, when the size doubles."""
     half: float
     """Half of its 95 % interval."""
     crossing: tuple[float, float, float] | None
-    """N at which the gap is zero and the limits of its 95 % interval (Fieller 1954); None: not
-    determined, as the interval has no end."""
+    """N at which the gap is zero and the limits of its 95 % interval (Fieller 1954); None: that
+    interval has no end, as the slope may be 0."""
 
 
 def places(results: TableResults, table: Table) -> list[Place]:
@@ -93,17 +94,28 @@ def gaps(results: TableResults, table: Table, factor: float | None) -> Gaps:
     for place in places(results, table):
         at_base = values.get(cell_name(base, place.column), {})
         for row in table.rows:
+            if row == base or row in table.match:
+                continue
             own = values.get(cell_name(row, place.column), {})
             share = cost_share(results, row, place, factor)
-            if row == base or row in table.match or not own or share is None:
-                continue
-            shorter = shortened(results, table, place, share)
+            shorter = None if share is None else shortened(results, table, place, share)
             if shorter is None:
                 continue
             seeds = {s: 100 * (own[s] / (at_base[s] * shorter) - 1) for s in own if s in at_base}
             if seeds:
                 by_row.setdefault(row, {})[place.parameters, place.data] = seeds
     return by_row
+
+
+def over_sizes(
+    by_place: Mapping[tuple[int, int], Mapping[int, float]], data: int
+) -> dict[int, Difference]:
+    """Return N -> gaps of the seeds, of one row with ``data`` tokens per parameter, ascending."""
+    return {
+        n: Difference("", [*seeds.values()])
+        for (n, amount), seeds in sorted(by_place.items())
+        if amount == data
+    }
 
 
 def cost_share(results: TableResults, row: str, place: Place, factor: float | None) -> float | None:
@@ -118,9 +130,10 @@ def cost_share(results: TableResults, row: str, place: Place, factor: float | No
 
 
 def shortened(results: TableResults, table: Table, place: Place, share: float) -> float | None:
-    """Return the factor of the dense loss if the run has ``share`` of its tokens.
+    """Return the loss of a dense run with ``share`` of the tokens, relative to that with all.
 
-    From the dense runs of the same size, with seeds that all of them have; None: only one.
+    It is interpolated between the dense runs of the same size, with the seeds that all of them
+    have; None: there is only one amount of data.
     """
     if share == 1:
         return 1.0
@@ -162,25 +175,29 @@ def line_of(points: Sequence[tuple[float, float]]) -> Line | None:
         c = mean**2 - t**2 * variance / len(points)
         middle, spread = -b / a, math.sqrt(max(b * b - a * c, 0.0)) / a
         at, low, high = (
-            math.exp(min(center + root, 700.0))  # no overflow: that many parameters are infinity
+            math.exp(min(center + root, 700.0))  # exp(710) overflows
             for root in (-mean / slope, middle - spread, middle + spread)
         )
         crossing = at, low, high
     return Line(float(slope * math.log(2)), half * math.log(2), crossing)
 
 
-def crossing_text(line: Line, by_size: Mapping[int, Difference]) -> str:
-    """Return where dense and sparse runs are equal, with its interval, or why that is open."""
-    smallest, largest = min(by_size), max(by_size)
+def crossing_text(line: Line, smallest: int, largest: int) -> str:
+    """Return where the line is zero, with its interval, or why there is no number.
+
+    Args:
+        line: of gaps over ln N.
+        smallest, largest: N of the runs.
+    """
     if line.crossing is None:
         return "not determined: no trend with size"
     at, low, high = line.crossing
     if high < smallest / REACH:
         side = "below" if line.slope < 0 else "above"
-        return f"none: {side} dense at all sizes here"
+        return f"none: the line is {side} zero at all sizes here"
     if low > largest * REACH:
         side = "above" if line.slope < 0 else "below"
-        return f"none up to {count(largest)}: {side} dense at all sizes here"
+        return f"none up to {count(largest)}: the line is {side} zero at all sizes here"
     if low < smallest / REACH or high > largest * REACH:
         return f"not determined: between {_size(low)} and {_size(high)}"
     return f"{_size(at)} ({_size(low)} to {_size(high)})"
@@ -198,13 +215,14 @@ def interpolation_check(results: TableResults, table: Table) -> str:
         base = values.get(cell_name(table.baseline or "", place.column), {})
         for row, match in table.match.items():
             own = values.get(cell_name(row, place.column), {})
-            share = cost_share(results, match.to, place, 2.0)
-            factor = None if share is None else shortened(results, table, place, share)
             common = own.keys() & base.keys()
-            if factor is None or match.equal != "flops" or not common:
+            share = cost_share(results, match.to, place, 2.0)
+            if share is None or match.equal != "flops" or not common:
                 continue
-            ratio = np.mean([own[s] for s in common]) / np.mean([base[s] for s in common])
-            errors.append(100 * abs(factor / ratio - 1))
+            expected = shortened(results, table, place, match.factor * share)
+            if expected is not None:
+                trained = np.mean([own[s] for s in common]) / np.mean([base[s] for s in common])
+                errors.append(100 * abs(expected / trained - 1))
     if not errors:
         return ""
     return (
@@ -222,25 +240,11 @@ def section(results: TableResults, table: Table) -> list[str]:
         if not found:
             continue
         every = sorted({n for by_place in found.values() for n, _ in by_place})
-        rows = []
-        for row in table.rows:
-            by_place = found.get(row, {})
-            for data in sorted({data for _, data in by_place}):
-                by_size = {
-                    n: Difference("", [*seeds.values()])
-                    for (n, d), seeds in by_place.items()
-                    if d == data
-                }
-                line = line_of([(n, gap) for n, d in by_size.items() for gap in d.values])
-                rows.append(
-                    (
-                        row,
-                        str(data),
-                        *(_percent(by_size[n]) if n in by_size else "–" for n in every),
-                        "–" if line is None else f"{line.slope:+.2f} ± {line.half:.2f}",
-                        "–" if line is None else crossing_text(line, by_size),
-                    )
-                )
+        rows = [
+            (row, str(data), *_cells(over_sizes(by_place, data), every))
+            for row, by_place in found.items()
+            for data in sorted({data for _, data in by_place})
+        ]
         header = (
             *(table.row_label, "tokens per parameter"),
             *(f"{n:,} parameters" for n in every),
@@ -259,6 +263,16 @@ def section(results: TableResults, table: Table) -> list[str]:
         + interpolation_check(results, table),
     ]
     return [*lines, about[0], "", about[1].strip(), ""]
+
+
+def _cells(by_size: Mapping[int, Difference], every: Sequence[int]) -> list[str]:
+    """Return the gap at every size, its change per doubling, and where it is zero."""
+    measured = [_percent(by_size[n]) if n in by_size else "–" for n in every]
+    line = line_of([(n, gap) for n, seeds in by_size.items() for gap in seeds.values])
+    if line is None:
+        return [*measured, "–", "–"]
+    slope = f"{line.slope:+.2f} ± {line.half:.2f}"
+    return [*measured, slope, crossing_text(line, min(by_size), max(by_size))]
 
 
 def _percent(d: Difference) -> str:

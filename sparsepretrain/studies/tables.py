@@ -157,7 +157,8 @@ class Size:
     """Row -> further overrides, such as a decay factor for this scale."""
     columns: dict[str, list[str]] = field(default_factory=dict)
     cells: dict[str, list[str]] = field(default_factory=dict)
-    """Glob of ``row @ column`` -> further overrides, such as a learning rate for this size."""
+    """Glob of ``row @ column`` -> further overrides, such as a learning rate for one size; of
+    several globs that fit, the last one wins."""
     without: dict[str, str] = field(default_factory=dict)
     """Glob of ``row`` or ``row @ column`` -> reason for not running it at this scale."""
     stages: list[Stage] = field(default_factory=list)
@@ -280,9 +281,11 @@ class Table:
     rows: dict[str, list[str]] = field(default_factory=dict)
     """Label -> overrides."""
     match: dict[str, Match] = field(default_factory=dict)
-    """Row -> the row whose cost it gets."""
+    """Row -> the row whose cost it gets, in each column."""
     scaling: list[str] = field(default_factory=list)
-    """Rows, with masks of one method and dense ones, to which the page fits a scaling law."""
+    """Rows, with masks of one method and dense ones, to which the page fits a scaling law. In a
+    table with columns, which are sizes with amounts of data, the page also has the gap to the
+    baseline by size."""
     columns: dict[str, list[str]] = field(default_factory=dict)
     """Label -> overrides; a cell is a row and a column. Empty: one column without a label."""
     baseline: str | None = "dense"

@@ -121,6 +121,20 @@ def test_page_of_a_table_has_the_law_of_its_rows():
     assert "## Scaling law" not in render(results, {"match": other}).lines
 
 
+def test_the_law_of_mean_parameters_is_that_of_exact_losses():
+    table, results = load_table("match"), results_of(SHAPES)
+    for cell in results.cells:
+        sparse = "SR-STE" in cell.row and "dense" not in cell.row
+        cell.average = 0.8 * cell.entries if sparse else float(cell.entries)
+        n, d = cell.average / 1000, cell.tokens / 100
+        cell.metrics["loss"] = 0.7 / n**0.3 + 0.4 / d**0.5 + 1.1
+    lines = scaling.section(results, table)
+    found = {
+        line.split(" | ")[0].strip("| "): line.split(" | ")[1] for line in lines if "| ±" in line
+    }
+    assert found == {"A": "0.7", "α": "0.3", "B": "0.4", "β": "0.5", "E": "1.1"}
+
+
 def test_rows_keep_their_law_under_other_labels():
     table = load_table("match")
     sizes = {"nano": dataclasses.replace(table.scales["nano"], labels={"SR-STE": "sparse"})}
