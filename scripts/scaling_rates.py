@@ -51,13 +51,19 @@ class Law(NamedTuple):
 
 
 def losses(records: list[TableResults]) -> dict[Place, dict[float, float]]:
-    """Return rate -> mean loss over seeds at each place; ∞ if a run diverged.
+    """Return rate -> mean loss over seeds at each place; ∞ if a run failed, as diverged ones do.
 
-    Columns are ``25k, 0.004``, with 20 bytes per parameter, or ``25k, 5, 0.004``.
+    Columns are ``25k, 0.004``, with 20 bytes per parameter, or ``25k, 5, 0.004``. A run that has
+    not ended says nothing about its rate: it ends the program.
     """
     by_place: dict[Place, dict[float, list[float]]] = {}
     for record in records:
         for cell in record.cells:
+            if cell.state not in ("finished", "failed"):
+                raise SystemExit(
+                    f"{record.name}: {cell.name}, seed {cell.seed} is {cell.state}: finish the "
+                    "table and record it again"
+                )
             size, *data, rate = cell.column.split(", ")
             place = Place(cell.row, size, int(data[0]) if data else 20)
             loss = cell.metrics.get("loss") if cell.state == "finished" else None
@@ -110,7 +116,7 @@ def rounded(rate: float) -> float:
 
 
 def read() -> list[TableResults]:
-    """Return the committed runs."""
+    """Return the committed runs of both tables."""
     return [read_record(RECORDS / f"{name}.json.gz") for name in TABLES]
 
 

@@ -47,6 +47,9 @@ def test_a_diverged_run_counts_as_the_worst():
     found = rates.losses([TableResults(name="t", cells=cells)])
     assert found[Place("dense", "25k", 20)] == {4e-3: 2.5, 8e-3: math.inf}
     assert found[Place("dense", "98k", 5)] == {4e-3: 4.0}
+    cells[-1].state = "partial"
+    with pytest.raises(SystemExit, match="seed 1 is partial: finish"):
+        rates.losses([TableResults(name="t", cells=cells)])
 
 
 def test_rates_are_rounded_to_powers_of_the_root_of_two():
