@@ -47,8 +47,12 @@ from support.tiny_runs import TINY, final_state, metrics, write_corpus
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "determinism.json"
 SERVER = ROOT / "tests" / "support" / "run_worlds.py"
-OTHERS = ("cli", "export", "integrations", "pruning", "reports", "studies")
-CODE = ("sparsepretrain", "configs", ":!configs/table", *(f":!sparsepretrain/{o}" for o in OTHERS))
+NOT_TRAINING = ("cli", "export", "integrations", "pruning", "reports", "studies")
+"""Parts of the package that no number of a run comes from."""
+CODE = (
+    *("sparsepretrain", "configs", ":!configs/table"),
+    *(f":!sparsepretrain/{part}" for part in NOT_TRAINING),
+)
 """Paths (of git) whose last commit is that of a result: the code that trains."""
 
 METHODS = tuple(registry.built_in("method"))

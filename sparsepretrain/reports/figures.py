@@ -102,6 +102,7 @@ def difference_figure(
             top = np.nanmax(shown) + room / 2
             axes.set_ylim(np.nanmin(shown) - room / 2, top)
             if reference is None and not every:
+                # begin where the first curve comes down to the top; flips below share this axis
                 drawn = [np.array(line.get_data()) for line in axes.get_lines()]
                 axes.set_xlim(left=min(float(x[y <= top][0]) for x, y in drawn if (y <= top).any()))
         axes.set_title(title, fontsize=10, loc="left")

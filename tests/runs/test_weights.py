@@ -74,6 +74,15 @@ def test_missing_checkpoints_are_named(tmp_path):
         weights.find(tmp_path)
 
 
+def test_an_unknown_name_without_network_is_one_short_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub, "_reachable", lambda: False)
+    with pytest.raises(CheckpointError) as caught:
+        weights.find("no-such-checkpoint")
+    (line,) = caught.value.messages
+    assert line.startswith("no-such-checkpoint: no such directory; the hub cannot be reached")
+
+
 def test_mistyped_run_is_refused_without_asking_the_hub(tmp_path, monkeypatch):
     run = tmp_path / "runs/default/1a2b3c4d-s0"
     (run / "checkpoints/step_00000020").mkdir(parents=True)

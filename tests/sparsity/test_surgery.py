@@ -730,3 +730,10 @@ def test_offloaded_buffers_are_refused():
     other, _, _ = build("sste", dtype=torch.float32)
     cpu_offload(other.eval(), execution_device=torch.device("cpu"))
     assert torch.equal(other(draw(4, 16, dtype=torch.float32)), expected)
+
+
+def test_layers_with_numbers_as_names_are_quoted_in_messages():
+    with pytest.raises(ConfigError, match=r"matches 'mlp' \(choose from '0', '2'\)"):
+        sp.sparsify(
+            nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), "ste", targets=["mlp"]
+        )

@@ -236,6 +236,7 @@ def test_recomputed_blocks_keep_their_inputs():
         (("sparsity.targets=['*.nowhere.*']",), "or convolution matches '*.nowhere.*'"),
         (("sparsity.targets=[lm_head.*, ffn]",), "or convolution matches 'lm_head.*'"),
         (("sparsity.targets=['*lm_head']",), "shares its weight"),
+        (("sparsity.targets=lm_head",), "shares its weight"),  # a layer by its name
     ],
 )  # fmt: skip
 def test_refusals(overrides, words):
