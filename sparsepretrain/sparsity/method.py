@@ -396,11 +396,16 @@ class Method:
                 :meth:`adjust_gradient_`.
         """
 
-    def penalty_gradients(self, weight: Tensor, state: LayerState) -> dict[str, Tensor]:
-        """Return gradients of a penalty on Parameters of the method: name -> its whole gradient.
+    @property
+    def has_penalty(self) -> bool:
+        """True if :meth:`penalty_gradients` adds something; each call gathers what FSDP shards."""
+        return False
 
-        Called before each step inside the window, if overridden. They are added to those of the
-        loss, after clipping, as J is applied.
+    def penalty_gradients(self, weight: Tensor, state: LayerState) -> dict[str, Tensor]:
+        """Return gradients of a penalty: name of a Parameter of the method -> its whole gradient.
+
+        ``"weight"`` is the weight itself. Called before each step inside the window, if
+        :attr:`has_penalty`. They are added to those of the loss, after clipping, as J is applied.
         """
         return {}
 

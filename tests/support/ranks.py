@@ -41,6 +41,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "maskpro": ("sparsity.logit=1", "optim.lr=0.1"),
     "maskllm": ("sparsity.penalty=0.01", "optim.lr=0.05"),
     "proxsparse": ("optim.lr=1e-2",),
+    "proxsparse frozen": ("optim.lr=1e-2", "sparsity.frozen_strength=1"),
     "ternary": (),
     # the learning rate is one that can train weights to zero in so few steps
     "cast": ("sparsity.refresh=2", "sparsity.decay=0.01", "optim.lr=1e-2"),

@@ -203,7 +203,7 @@ class Steps:
         negates = getattr(optimizer, "maximize", False)  # where groups do not have it
         groups = [g for g in optimizer.param_groups if g.get("maximize", negates)]
         negated = {id(parameter) for group in groups for parameter in group["params"]}
-        if _overrides(method, "penalty_gradients") and method.phase.training:
+        if method.has_penalty and method.phase.training:
             self._add_penalties(scale, negated)
         if not _adjusts(method):
             return
@@ -239,7 +239,7 @@ class Steps:
             method.guide_optimizer(optimizer, guided)
 
     def _add_penalties(self, scale: Any, negated: Collection[int]) -> None:
-        """Add the gradients of penalties to those of the method's Parameters.
+        """Add the gradients of penalties to those of weights and of the method's Parameters.
 
         Args:
             scale: loss scale that the gradients still contain.
@@ -251,11 +251,15 @@ class Steps:
             weight = rows.gather(widen(rows.local(layer.weight).detach()))
             state = rows.whole_state(layer.sparsity)
             for name, gradient in layer.operands.method.penalty_gradients(weight, state).items():
-                parameter = getattr(layer.sparsity, name)
-                if parameter.grad is not None:  # the layer took part in this step
+                if name == "weight":
+                    parameter = rows.parameter(layer.weight)
+                    grad, own = rows.gradient(layer.weight), rows.own_rows(gradient)
+                else:
+                    parameter = getattr(layer.sparsity, name)
+                    grad, own = parameter.grad, rows.shard_like(gradient, parameter)
+                if grad is not None:  # the layer took part in this step
                     factor = -scale if id(parameter) in negated else scale
-                    own = rows.shard_like(gradient, parameter)
-                    parameter.grad.add_((own * factor).to(parameter.grad.dtype))
+                    grad.add_((own * factor).to(grad.dtype))
 
     def _take_proximal_steps(self) -> None:
         """Write the weights that the method makes of those that the optimizer left."""

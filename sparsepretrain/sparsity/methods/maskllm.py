@@ -119,9 +119,11 @@ class MaskLLM(LearnedMask):
     def project_in_training(self, weight: Tensor, state: LayerState) -> Projection:
         return Projection(self._soft_mask(state.gates, state) * weight, None)
 
+    @property
+    def has_penalty(self) -> bool:
+        return self.options.penalty > 0
+
     def penalty_gradients(self, weight: Tensor, state: LayerState) -> dict[str, Tensor]:
-        if not self.options.penalty:
-            return {}
         gates = state.gates.detach().requires_grad_()
         with torch.enable_grad():
             kept = (self._soft_mask(gates, state) * weight).square().sum()

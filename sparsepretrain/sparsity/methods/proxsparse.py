@@ -28,6 +28,10 @@ class ProxSparseOptions(MethodOptions):
     """Layers, see :class:`MethodOptions`; all linear layers of the blocks get masks."""
     strength: Annotated[float, "> 0"] = 0.25
     """λ of the regularizer (Llama-2-7B); the learning rate does not multiply it."""
+    frozen_strength: Annotated[float, "≥ 0"] = 0.0
+    """λ₂ of the pull of each weight to 0 or to its original value; 0: none."""
+    frozen_epsilon: Annotated[float, "> 0"] = 0.1
+    """ε of that pull: original weights far below it hardly feel it."""
 
     def problems(self) -> Problems:
         yield from MethodOptions.problems(self)
@@ -45,6 +49,13 @@ class ProxSparse(Method):
     of λ·Σ |w_i·w_j·w_k| over the four triples of each group, which is 0 for 2:4 weights:
     :func:`proximal_24`. Evaluation multiplies by the original weights, ``state.original``, under
     the mask of the two largest magnitudes of the learned ones. All other Parameters are frozen.
+
+    With ``frozen_strength`` λ₂ > 0, training also minimizes
+
+        λ₂ Σ (W·(W - W₀)/(W₀ + ε·sign(W₀)))²   with sign(0) = 1,
+
+    which is 0 where a weight is pruned or keeps its original value W₀ (``prox_linear.py`` of the
+    authors' code, in its scripts named ``full``).
     """
 
     Options = ProxSparseOptions
@@ -76,6 +87,18 @@ class ProxSparse(Method):
 
     def project_in_training(self, weight: Tensor, state: LayerState) -> Projection:
         return Projection(None, None)
+
+    @property
+    def has_penalty(self) -> bool:
+        return self.options.frozen_strength > 0
+
+    def penalty_gradients(self, weight: Tensor, state: LayerState) -> dict[str, Tensor]:
+        original = state.original
+        epsilon = self.options.frozen_epsilon
+        scale = original + torch.where(original < 0, -epsilon, epsilon)
+        moved = weight * (weight - original) / scale
+        slope = (2 * weight - original) / scale
+        return {"weight": 2 * self.options.frozen_strength * moved * slope}
 
     def proximal_step(self, weight: Tensor, state: LayerState) -> Tensor:
         return proximal_24(weight, self.options.strength, dim=state.dim)

@@ -83,8 +83,47 @@ def test_steps_are_those_of_the_optimizer_and_then_of_the_operator(stored):
             assert torch.equal(sparsifier.masks()[name], mask)
 
 
+@pytest.mark.parametrize("maximize", [False, True])
+def test_the_second_regularizer_is_part_of_what_is_minimized(maximize):
+    """Against autograd of its formula, with an original weight of 0 and both signs."""
+    model = nn.Sequential(nn.Linear(8, 3, bias=False).double())
+    with torch.no_grad():
+        model[0].weight[0, 0] = 0
+    original = model[0].weight.detach().clone()
+    options = {"strength": 0.02, "frozen_strength": 0.7, "frozen_epsilon": 0.3}
+    sparsifier = sp.sparsify(model, "proxsparse", targets="0", **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, maximize=maximize)
+    sparsifier.attach(optimizer)
+    sign = torch.where(original < 0, -1.0, 1.0)
+    weight = original
+    for _ in range(4):
+        batches = [draw(4, 8), draw(4, 8)]
+        leaf = weight.clone().requires_grad_()
+        loss = sum((x @ leaf.t()).square().mean() for x in batches)
+        pull = (leaf / (original + 0.3 * sign) * (leaf - original)).square().sum()
+        (gradient,) = torch.autograd.grad(loss + 0.7 * pull, leaf)
+        weight = proximal_24(weight - 0.05 * gradient, 0.02)
+        for x in batches:
+            loss = model(x).square().mean()
+            (-loss if maximize else loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(model[0].weight.detach(), weight, rtol=0, atol=1e-12)
+    assert (weight != original).any()
+
+
+def test_pruned_and_unchanged_weights_do_not_feel_the_second_regularizer():
+    model = nn.Sequential(nn.Linear(16, 8))
+    sparsifier = sp.sparsify(model, "proxsparse", targets="0", frozen_strength=1.0)
+    layer = model[0]
+    method, start = sparsifier.method, layer.weight.detach()
+    for weight in (start, torch.zeros_like(start), start * nm_mask(start)):
+        assert not method.penalty_gradients(weight, layer.sparsity)["weight"].any()
+    assert method.penalty_gradients(start / 2 + 0.1, layer.sparsity)["weight"].all()
+
+
 def test_a_layer_without_a_gradient_stays():
-    model, optimizer, _ = build("proxsparse")
+    model, optimizer, _ = build("proxsparse", {"frozen_strength": 1.0})
     before = model.fc2.weight.detach().clone()
     x = draw(4, 16)
     model.fc1(x).square().sum().backward()

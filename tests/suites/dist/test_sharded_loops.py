@@ -17,6 +17,7 @@ KINDS = {
     "bank_in_out": "srste sste tsrste step asp maskpro maskllm proxsparse",
 }
 STORAGES = [
+    {"name": "proxsparse frozen", "kind": "bank"},
     *({"name": n, "kind": kind} for kind, names in KINDS.items() for n in names.split()),
     *({"name": "slope without adapters", "kind": kind} for kind in ("bank", "bank_in_out")),
 ]
@@ -48,7 +49,7 @@ RESUMED = [
 META = [{"name": name, "meta": filled} for name in VARIANTS for filled in ("loaded", "initialized")]
 LINEAR = {"0.up": "dense", "*.up": "1:4", "1.down": "2:8"}
 BANKS = {"*.up_proj": "1:4", "1.experts.down_proj": "dense"}
-OWN_PATTERNS = ("sste weight", "proxsparse", "act24")
+OWN_PATTERNS = ("sste weight", "proxsparse", "proxsparse frozen", "act24")
 """Variants that refuse some of these patterns."""
 MIXED = [
     {"name": "proxsparse", "patterns": {"0.up": "dense", "*.up": "2:4"}},
