@@ -344,18 +344,15 @@ def _matmul(
     bias = args[2] if len(args) > 2 else kwargs.get("bias")
     x = left if is_right else right.transpose(-2, -1)
     slices = read.slices
+    if slices.dim() and name == "linear":  # torch refuses it too
+        raise _unreadable(read, "linear with several slices")
     if slices.dim() == 0:
         y = _slice_matmul(read.source, int(slices), x, bias)
     else:
-        tokens = x.shape[-2]
-        if x.dim() != slices.dim() + 2 or bias is not None:
-            shape = tuple(x.shape)
-            raise ConfigError(
-                f"the bank {read.source.bank.sparsity.layer_name!r} is multiplied by an input of "
-                f"shape {shape}, expected one matrix for each of the slices "
-                f"{tuple(slices.shape)}: index the bank first"
-            )
-        numbers = slices.reshape(-1).repeat_interleave(tokens)
+        # leading axes broadcast as torch.matmul does: all tokens may go to each slice
+        batch = torch.broadcast_shapes(x.shape[:-2], slices.shape)
+        x = x.expand(*batch, *x.shape[-2:])
+        numbers = slices.expand(batch).reshape(-1).repeat_interleave(x.shape[-2])
         order = numbers.argsort(stable=True)
         rows = x.reshape(-1, x.shape[-1])[order]
         counts = numbers.bincount(minlength=read.source.bank.sparsity.slices)

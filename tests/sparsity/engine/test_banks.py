@@ -723,6 +723,40 @@ def test_operands_may_be_named(method, read):
     torch.testing.assert_close(model(x), model.proj(F.linear(x, weight)))
 
 
+@pytest.mark.parametrize(("method", "options"), [("ste", {}), ("sste", {"mvue": "none"})])
+@pytest.mark.parametrize(
+    "multiply",
+    [
+        lambda x, bank: x @ bank.mT,
+        lambda x, bank: x[None] @ bank.mT,
+        lambda x, bank: x.expand(5, 1, 4, 8) @ bank.mT,
+        lambda x, bank: x[None].expand(2, -1, -1) @ bank[1].mT,
+        lambda x, bank: (bank @ x.mT).mT,
+        lambda x, bank: (bank[:1] @ x.expand(3, 4, 8).mT).mT,
+    ],
+)
+def test_leading_axes_broadcast(method, options, multiply):
+    """All tokens go to all slices, as in layers that weight the outputs of all experts."""
+    model = Named(read=lambda x, bank: multiply(x, bank).flatten(0, -3).sum(0))
+    sparsifier = sparsify(model, method, targets=["mlp_bank"], **options)
+    x = torch.randn(4, 8, requires_grad=True)
+    bank = sparsifier.dense_state_dict()["mlp_bank"].requires_grad_()
+    y = multiply(x, bank).flatten(0, -3).sum(0)
+    loss = model(x)
+    torch.testing.assert_close(loss, model.proj(y))
+    upstream = torch.randn_like(loss)
+    expected = torch.autograd.grad(model.proj(y), (x, bank), upstream)
+    found = torch.autograd.grad(loss, (x, model.mlp_bank), upstream)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_linear_takes_one_slice():
+    model = Named(read=F.linear)
+    sparsify(model, "sste", targets=["mlp_bank"])
+    with pytest.raises(ConfigError, match="is read by linear with several slices"):
+        model(torch.randn(2, 4, 8))
+
+
 def test_a_wrong_axis_is_found_in_a_dense_phase_too():
     model = Named(read=lambda x, bank: x @ bank[0])
     sparsify(model, "asp", targets=["mlp_bank"], at=0.5, total_steps=6)
