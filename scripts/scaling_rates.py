@@ -1,6 +1,6 @@
 """Fit the learning rates of the table scaling_lm to the runs that tune them.
 
-    python scripts/scaling_rates.py     the law, its residuals, and `cells:` of scaling_lm.yaml
+    python scripts/scaling_rates.py     the law, its residuals, and `cells:` of both tables
 
 Reads results/records/scaling_lm_rates.json.gz and scaling_lm_rates_data.json.gz. The rule is in
 configs/table/scaling_lm_rates_data.yaml.
@@ -15,14 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from sparsepretrain.studies.results import TableResults, read_record
+from sparsepretrain.studies.tables import load_table, table_cells
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "results" / "records"
 TABLES = ("scaling_lm_rates", "scaling_lm_rates_data")
 SIZES = {"25k": 24_736, "98k": 98_624, "332k": 332_448, "984k": 984_448}
 """Name of a size in columns -> parameters without embeddings."""
-DATA = (5, 20, 80)
-"""Bytes per parameter."""
 UNIT = 4e-3
 """Rates are this, times a power of √2."""
 
@@ -120,28 +119,48 @@ def read() -> list[TableResults]:
     return [read_record(RECORDS / f"{name}.json.gz") for name in TABLES]
 
 
-def cell_rates(law: Law) -> dict[str, float]:
-    """Return ``row @ size, data`` -> rounded rate."""
-    return {
-        f"{row} @ {size}, {data}": rounded(law.rate(Place(row, size, data)))
-        for row in law.rows
-        for size in SIZES
-        for data in DATA
-    }
+def cell_rates(law: Law) -> dict[tuple[str, str], float]:
+    """Return (row, column) -> rounded rate of each cell of scaling_lm."""
+    rates = {}
+    for row, column, left_out in table_cells(load_table("scaling_lm"), "nano"):
+        if not left_out:
+            size, data = column.split(", ")
+            tuned = row if row in law.rows else "dense"  # rows of equal cost are dense runs
+            rates[row, column] = rounded(law.rate(Place(tuned, size, int(data))))
+    return rates
+
+
+def transfer_rates(law: Law) -> dict[tuple[str, str], float]:
+    """Return (row, column) -> rate of each cell of scaling_lm_transfer."""
+    rates = {}
+    for row in ("dense", "SR-STE"):
+        rate = rounded(law.rate(Place(row, "332k", 20)))
+        rates |= {(row, "half"): rate / 2, (row, "as transferred"): rate, (row, "twice"): 2 * rate}
+    return rates
+
+
+def tuned_law() -> tuple[dict[Place, float], Law]:
+    """Return the best rate of each place in the committed runs, and the law fitted to them."""
+    optima = {place: best(by_rate) for place, by_rate in losses(read()).items()}
+    return optima, fit(optima)
 
 
 def main() -> None:
     """Print the law and the rates."""
-    optima = {place: best(by_rate) for place, by_rate in losses(read()).items()}
-    law = fit(optima)
+    optima, law = tuned_law()
     print(f"exponent of N {law.size:+.3f} ± {law.errors[0]:.3f} (standard error)")
     print(f"exponent of bytes per parameter {law.data:+.3f} ± {law.errors[1]:.3f}")
     for place, rate in optima.items():
         print(
             f"{place.row:16s} {place.size:>4s} × {place.data:2d}  {rate:.4f}  {law.rate(place):.4f}"
         )
-    for at, rate in cell_rates(law).items():
-        print(f'      "{at}": [optim.lr={rate:g}]')
+    for table, rates in (
+        ("scaling_lm", cell_rates(law)),
+        ("scaling_lm_transfer", transfer_rates(law)),
+    ):
+        print(table)
+        for (row, column), rate in rates.items():
+            print(f'      "{row} @ {column}": [optim.lr={rate:g}]')
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from sparsepretrain.studies.results import CellResult, TableResults
+from sparsepretrain.studies.tables import load_table
 from support import ROOT
 
 spec = importlib.util.spec_from_file_location("scaling_rates", ROOT / "scripts/scaling_rates.py")
@@ -50,6 +51,17 @@ def test_a_diverged_run_counts_as_the_worst():
     cells[-1].state = "partial"
     with pytest.raises(SystemExit, match="seed 1 is partial: finish"):
         rates.losses([TableResults(name="t", cells=cells)])
+
+
+def test_the_tables_train_with_the_rates_of_the_committed_runs():
+    _, law = rates.tuned_law()
+    for name, expected in (
+        ("scaling_lm", rates.cell_rates(law)),
+        ("scaling_lm_transfer", rates.transfer_rates(law)),
+    ):
+        assert load_table(name).scales["nano"].cells == {
+            f"{row} @ {column}": [f"optim.lr={rate:g}"] for (row, column), rate in expected.items()
+        }
 
 
 def test_rates_are_rounded_to_powers_of_the_root_of_two():
