@@ -44,7 +44,7 @@ from sparsepretrain.studies.cells import seeds_text
 from sparsepretrain.studies.claims import Verdict
 from sparsepretrain.studies.ran import what_ran
 from sparsepretrain.studies.results import TableResults, chosen, read_record
-from sparsepretrain.studies.table_page import judged, scaled
+from sparsepretrain.studies.table_page import counted, judged, scaled
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "methods"
@@ -359,10 +359,10 @@ def verdicts(_: str, path: Path) -> str:
     """Return how the claims of all committed tables came out, in one sentence."""
     # claims of a collecting table are those of its parts
     tables = [found for found in records().values() if not found.parts and has_page(found)]
-    counts = Counter(ruling.verdict for found in tables for _, ruling in judgments(found))
-    tested = sum(bool([*judgments(found)]) for found in tables)
-    words = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
-    text = f"Of {counts.total()} claims in [{tested} tables](results/README.md), {words}."
+    rulings = [[ruling for _, ruling in judgments(found)] for found in tables]
+    tested = [each for each in rulings if each]
+    number = sum(map(len, tested))
+    text = f"Of {number} claims in [{len(tested)} tables](results/README.md), {counted(tested)}."
     return "\n".join([*textwrap.wrap(text, 120), ""])
 
 

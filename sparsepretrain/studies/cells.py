@@ -202,7 +202,7 @@ def cell_overrides(
         (r, c): [
             *experiment,
             *[*size.overrides, *table.columns.get(c, ()), *size.columns.get(c, ())],
-            *[*table.rows[r], *size.rows.get(r, ()), *size.of_cell(r, c), *overrides],
+            *[*table.rows[r], *size.rows.get(r, ()), *overrides],
             *(matched or {}).get((r, c), ()),
         ]
         for r, c in known

@@ -154,6 +154,7 @@ def sizes_figure(results: TableResults, table: Table) -> Figure | None:
     for index, axes in enumerate(grid):
         title, by_row = [*drawn.items()][index // len(amounts)]
         data = amounts[index % len(amounts)]
+        axes.set_visible(any((n, d) for at in by_row.values() for n, d in at if d == data))
         for row, by_place in by_row.items():
             points = [*sizes.over_sizes(by_place, data).items()]
             if not points:
@@ -171,7 +172,7 @@ def sizes_figure(results: TableResults, table: Table) -> Figure | None:
         axes.tick_params(labelsize=8)
         axes.set_xlabel("parameters without embeddings", fontsize=8)
         axes.set_ylabel(f"% above {table.baseline}", fontsize=8)
-    limits = [axes.get_ylim() for axes in grid]
+    limits = [axes.get_ylim() for axes in grid if axes.get_visible()]
     for axes in grid:  # equal, so that panels compare
         axes.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
     add_legend(figure, styles)

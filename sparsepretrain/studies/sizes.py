@@ -6,12 +6,14 @@ over N, rounded, are its data. Nothing of this is written in the table: both fol
 
 At equal cost, a run is compared with a dense run of the same size that trains on fewer tokens and
 costs as much, if a 2:4 matmul is ``factor`` times as fast as a dense one. Its loss is interpolated
-between the dense runs of this size: a polynomial through the mean losses, in logarithms of loss and
-tokens.
+between the dense runs of this size: a parabola through the mean losses of three amounts of data, in
+logarithms of loss and tokens. Where a size has fewer amounts, or none with as few tokens, there is
+no such comparison.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,14 +28,12 @@ from sparsepretrain.reports.page import markdown_table
 from sparsepretrain.studies.results import TableResults
 from sparsepretrain.studies.tables import Table, cell_name
 
-DEGREE = 2
-"""Most of the polynomial of dense losses; three amounts of data determine it."""
-REACH = 2.0
-"""Factor beyond the smallest and the largest size up to which a crossing is printed: lines through
-two to four sizes say little about others."""
+AMOUNTS = 3
+"""Amounts of data that determine a parabola of dense losses."""
 MEASURED = 1.064
-"""Speed of 2:4 matmuls in a step: of GPT-2 124M on an H200 (docs/gpu.md) with S-STE and
-``sparse_matmuls=auto``, which takes 0.984 of a dense one where 26.5 % of the FLOPs could be 2:4."""
+"""Speed of 2:4 matmuls that gives the measured time of a step: of GPT-2 124M on an H200
+(docs/gpu.md) with S-STE and ``sparse_matmuls=auto``, which takes 0.984 of a dense one where 26.5 %
+of the FLOPs could be 2:4. It ran 12 of 48 matmuls as 2:4."""
 COSTS = {
     "at equal tokens": None,
     "at equal FLOPs, if a 2:4 matmul is twice as fast": 2.0,
@@ -57,7 +57,10 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Least-squares line of gaps over ln N."""
+    """Mean of the least-squares lines of gaps over ln N, one for each seed.
+
+    Intervals are those of means over seeds, so that sizes may differ in noise.
+    """
 
     slope: float
     """Change of the gap, in percentage points, when the size doubles."""
@@ -125,15 +128,16 @@ def cost_share(results: TableResults, row: str, place: Place, factor: float | No
         return None
     if factor is None:
         return 1.0
-    saved = 1 - (cells[0].flops or 0) / place.flops  # flops: a 2:4 matmul costs half
-    return 1 - saved * (2 * (1 - 1 / factor) if cells[0].sparse_matmuls else 1)
+    # seeds differ where a method decides when it begins to be sparse; flops: 2:4 costs half
+    saved = 1 - np.mean([cell.flops or 0 for cell in cells]) / place.flops
+    return float(1 - saved * (2 * (1 - 1 / factor) if cells[0].sparse_matmuls else 1))
 
 
 def shortened(results: TableResults, table: Table, place: Place, share: float) -> float | None:
     """Return the loss of a dense run with ``share`` of the tokens, relative to that with all.
 
     It is interpolated between the dense runs of the same size, with the seeds that all of them
-    have; None: there is only one amount of data.
+    have. None: there are fewer than three amounts of data, or none with so few tokens.
     """
     if share == 1:
         return 1.0
@@ -142,64 +146,78 @@ def shortened(results: TableResults, table: Table, place: Place, share: float) -
     losses = [values.get(cell_name(table.baseline or "", other.column), {}) for other in same]
     measured = [(p, loss) for p, loss in zip(same, losses, strict=True) if loss]
     common = set.intersection(*(set(loss) for _, loss in measured)) if measured else set()
-    if len(measured) < 2 or not common:
+    if len(measured) < AMOUNTS or not common:
         return None
     x = [math.log(p.tokens) for p, _ in measured]
     y = [math.log(np.mean([loss[seed] for seed in common])) for _, loss in measured]
-    curve = np.polynomial.Polynomial.fit(x, y, min(DEGREE, len(x) - 1))
     here = math.log(place.tokens)
-    return math.exp(float(curve(here + math.log(share)) - curve(here)))
+    there = here + math.log(share)
+    if there < min(x):
+        return None
+    curve = np.polynomial.Polynomial.fit(x, y, AMOUNTS - 1)
+    return math.exp(float(curve(there) - curve(here)))
 
 
-def line_of(points: Sequence[tuple[float, float]]) -> Line | None:
-    """Fit gaps over ln N by least squares; None with fewer than three points or two sizes.
+def line_of(by_size: Mapping[int, Mapping[int, float]]) -> Line | None:
+    """Fit gaps over ln N for each seed; None with fewer than two seeds that have two sizes.
 
     Args:
-        points: (N, gap) of every run.
+        by_size: N -> seed -> gap.
     """
-    x, y = np.log([n for n, _ in points]), np.array([gap for _, gap in points])
-    if len(points) < 3 or len({*x.tolist()}) < 2:
+    center = np.mean([math.log(n) for n in by_size])
+    lines = []
+    for seed in sorted({seed for seeds in by_size.values() for seed in seeds}):
+        x = [math.log(n) - center for n, seeds in by_size.items() if seed in seeds]
+        y = [seeds[seed] for seeds in by_size.values() if seed in seeds]
+        if len(x) > 1:
+            lines.append(np.polynomial.Polynomial.fit(x, y, 1).convert().coef)
+    if len(lines) < 2:
         return None
-    center = x.mean()
-    square = ((x - center) ** 2).sum()
-    slope, mean = ((x - center) @ y) / square, y.mean()
-    free = len(points) - 2
-    variance = ((y - mean - slope * (x - center)) ** 2).sum() / free
-    t = stats.t.ppf(0.975, free)
-    half = float(t * math.sqrt(variance / square))
+    levels, slopes = np.array(lines).T  # levels: gaps at the center
+    level, slope = levels.mean(), slopes.mean()
+    # variances of both means and their covariance, times the square of t
+    ((vl, vc), (_, vs)) = (
+        np.cov(levels, slopes) / len(lines) * stats.t.ppf(0.975, len(lines) - 1) ** 2
+    )
+    half = math.sqrt(vs)
     crossing = None
     if abs(slope) > half:  # else the interval of the root has no end
-        # N where mean + slope·(ln N - center) may be zero: a quadratic inequality in ln N
-        a = slope**2 - t**2 * variance / square
-        b = mean * slope
-        c = mean**2 - t**2 * variance / len(points)
+        # ln N - center at which level + slope·(ln N - center) may be zero: a quadratic inequality
+        a, b, c = slope**2 - vs, level * slope - vc, level**2 - vl
         middle, spread = -b / a, math.sqrt(max(b * b - a * c, 0.0)) / a
         at, low, high = (
             math.exp(min(center + root, 700.0))  # exp(710) overflows
-            for root in (-mean / slope, middle - spread, middle + spread)
+            for root in (-level / slope, middle - spread, middle + spread)
         )
         crossing = at, low, high
     return Line(float(slope * math.log(2)), half * math.log(2), crossing)
 
 
-def crossing_text(line: Line, smallest: int, largest: int) -> str:
-    """Return where the line is zero, with its interval, or why there is no number.
+def crossing_text(line: Line, by_size: Mapping[int, Difference]) -> str:
+    """Return the size at which sparse runs equal dense ones, or why there is no number.
+
+    A number needs mean gaps of both signs, with one change of sign over the sizes, and a line that
+    is zero between the two sizes where it happens: lines through curved gaps may be zero elsewhere.
 
     Args:
-        line: of gaps over ln N.
-        smallest, largest: N of the runs.
+        line: of the gaps over ln N.
+        by_size: N -> gaps of the seeds, ascending.
     """
-    if line.crossing is None:
-        return "not determined: no trend with size"
+    limits = [d.interval() for d in by_size.values()]
+    if all(low > 0 for low, _ in limits):
+        return "none: worse than dense at all sizes"
+    if all(high < 0 for _, high in limits):
+        return "none: better than dense at all sizes"
+    changes = [
+        (n, larger)
+        for (n, d), (larger, other) in itertools.pairwise(by_size.items())
+        if (d.mean > 0) is not (other.mean > 0)
+    ]
+    if line.crossing is None or len(changes) != 1:
+        return "not determined"
     at, low, high = line.crossing
-    if high < smallest / REACH:
-        side = "below" if line.slope < 0 else "above"
-        return f"none: the line is {side} zero at all sizes here"
-    if low > largest * REACH:
-        side = "above" if line.slope < 0 else "below"
-        return f"none up to {count(largest)}: the line is {side} zero at all sizes here"
-    if low < smallest / REACH or high > largest * REACH:
-        return f"not determined: between {_size(low)} and {_size(high)}"
+    if not changes[0][0] <= at <= changes[0][1]:
+        return "not determined: the gaps are not on a line"
     return f"{_size(at)} ({_size(low)} to {_size(high)})"
 
 
@@ -210,7 +228,8 @@ def _size(n: float) -> str:
 def interpolation_check(results: TableResults, table: Table) -> str:
     """Compare interpolated dense losses with the rows of ``table.match`` that ran; empty: none."""
     values = results.values(next(iter(table.metrics)))
-    errors = []
+    errors: list[float] = []
+    checked: dict[str, None] = {}
     for place in places(results, table):
         base = values.get(cell_name(table.baseline or "", place.column), {})
         for row, match in table.match.items():
@@ -222,13 +241,14 @@ def interpolation_check(results: TableResults, table: Table) -> str:
             expected = shortened(results, table, place, match.factor * share)
             if expected is not None:
                 trained = np.mean([own[s] for s in common]) / np.mean([base[s] for s in common])
-                errors.append(100 * abs(expected / trained - 1))
+                errors.append(float(100 * abs(expected / trained - 1)))
+                checked[place.column] = None
     if not errors:
         return ""
     return (
-        f"In {len(errors)} cells a dense run of equal FLOPs was trained as well: the interpolated "
-        f"loss differs from its mean by {np.mean(errors):.2f} % in the mean and at most "
-        f"{max(errors):.2f} %."
+        f"In {len(errors)} cells ({'; '.join(checked)}) a dense run of equal FLOPs was trained as "
+        f"well: the interpolated loss differs from its mean by {np.mean(errors):.2f} % in the mean "
+        f"and at most {max(errors):.2f} %."
     )
 
 
@@ -241,7 +261,7 @@ def section(results: TableResults, table: Table) -> list[str]:
             continue
         every = sorted({n for by_place in found.values() for n, _ in by_place})
         rows = [
-            (row, str(data), *_cells(over_sizes(by_place, data), every))
+            (row, str(data), *_cells(by_place, data, every))
             for row, by_place in found.items()
             for data in sorted({data for _, data in by_place})
         ]
@@ -256,23 +276,51 @@ def section(results: TableResults, table: Table) -> list[str]:
     about = [
         "Means over seeds with 95 % intervals, relative to dense with the same seed. Parameters: "
         "without embeddings. Per doubling: change of the gap, in points, when the size doubles, by "
-        "a line through all runs of a row over ln N; equal to dense at: where this line is zero, "
-        "with Fieller's 95 % interval. Lines through two to four sizes say little beyond them.",
+        "lines over ln N, one for each seed; equal to dense at: where their mean is zero, with "
+        "Fieller's 95 % interval, if the gaps have both signs. Lines through two to four sizes say "
+        "little beyond them.",
         "At equal cost, dense runs have fewer tokens and a schedule of their own length. Their "
-        "loss is interpolated between the dense runs of the same size. "
-        + interpolation_check(results, table),
+        "loss is interpolated between the dense runs of the same size, where there are three "
+        "amounts of data, and at least one with fewer tokens; intervals leave out the error of "
+        f"that. {interpolation_check(results, table)}",
+        f"{MEASURED:.2f} is the speed that gives the time of a step of S-STE as it was measured on "
+        "a GPU (GPT-2 124M: 0.984 of a dense step, 12 of 48 matmuls as 2:4; docs/gpu.md, which "
+        "leaves differences of that size unexplained).",
+        *_shares(results, table),
     ]
-    return [*lines, about[0], "", about[1].strip(), ""]
+    return [*lines, *(line for text in about for line in (" ".join(text.split()), ""))]
 
 
-def _cells(by_size: Mapping[int, Difference], every: Sequence[int]) -> list[str]:
+def _shares(results: TableResults, table: Table) -> list[str]:
+    """Return a sentence on FLOPs relative to the baseline by size: larger models save more."""
+    by_row: dict[str, dict[int, float]] = {}
+    for place in places(results, table):
+        for row in table.rows:
+            share = None if row in table.match else cost_share(results, row, place, 2.0)
+            if share is not None and share < 1:
+                by_row.setdefault(row, {})[place.parameters] = share
+    if not by_row:
+        return []
+    each = "; ".join(
+        f"{row} {', '.join(f'{share:.2f}' for _, share in sorted(shares.items()))}"
+        for row, shares in by_row.items()
+    )
+    return [
+        "FLOPs relative to dense, by ascending size, if a 2:4 matmul is twice as fast: "
+        f"{each}. The output layer is dense, and a smaller part of larger models."
+    ]
+
+
+def _cells(
+    by_place: Mapping[tuple[int, int], Mapping[int, float]], data: int, every: Sequence[int]
+) -> list[str]:
     """Return the gap at every size, its change per doubling, and where it is zero."""
+    by_size = over_sizes(by_place, data)
     measured = [_percent(by_size[n]) if n in by_size else "–" for n in every]
-    line = line_of([(n, gap) for n, seeds in by_size.items() for gap in seeds.values])
+    line = line_of({n: by_place[n, data] for n in by_size})
     if line is None:
         return [*measured, "–", "–"]
-    slope = f"{line.slope:+.2f} ± {line.half:.2f}"
-    return [*measured, slope, crossing_text(line, min(by_size), max(by_size))]
+    return [*measured, f"{line.slope:+.2f} ± {line.half:.2f}", crossing_text(line, by_size)]
 
 
 def _percent(d: Difference) -> str:

@@ -88,21 +88,41 @@ def judged(results: TableResults, table: Table) -> list[tuple[tables.Claim, Ruli
 
 def answer(rulings: Sequence[tuple[tables.Claim, Ruling]]) -> list[str]:
     """Return the verdicts in one paragraph, by the words of the claims if there are few."""
+    if not rulings:
+        return []
+    if len(rulings) > FEW_CLAIMS:
+        return [f"Of {len(rulings)} claims: {counted([[r for _, r in rulings]])}.", ""]
     by_verdict: dict[str, list[str]] = {}
     for claim, ruling in rulings:
         by_verdict.setdefault(ruling.verdict, []).append(claim.text)
-    if not by_verdict:
-        return []
+    words = [
+        f"{_capital(verdict)}: {'; '.join(by_verdict[verdict])}."
+        for verdict in typing.get_args(Verdict)
+        if verdict in by_verdict
+    ]
+    return [" ".join(words), ""]
+
+
+def counted(tables_: Sequence[Sequence[Ruling]]) -> str:
+    """Return the number of each verdict, and how many stay after Holm's correction.
+
+    Args:
+        tables_: rulings of each table, within which the correction is made.
+    """
+    numbers: Counter[str] = Counter()
+    kept: Counter[str] = Counter()
+    for rulings in tables_:
+        for ruling, p in zip(rulings, claims.holm(rulings), strict=True):
+            numbers[ruling.verdict] += 1
+            kept[ruling.verdict] += ruling.verdict in ("held", "contradicted") and p < ALPHA
     words = []
     for verdict in typing.get_args(Verdict):
-        texts = by_verdict.get(verdict, [])
-        if texts and len(rulings) <= FEW_CLAIMS:
-            words.append(f"{_capital(verdict)}: {'; '.join(texts)}.")
-        elif texts:
-            words.append(f"{len(texts)} {verdict}")
-    if len(rulings) <= FEW_CLAIMS:
-        return [" ".join(words), ""]
-    return [f"Of {len(rulings)} claims: {', '.join(words)}.", ""]
+        if numbers[verdict]:
+            text = f"{numbers[verdict]} {verdict}"
+            if verdict in ("held", "contradicted") and kept[verdict] < numbers[verdict]:
+                text += f" ({kept[verdict]} after Holm's correction)"
+            words.append(text)
+    return ", ".join(words)
 
 
 def _section(page: Page, results: TableResults, table: Table, mark: str) -> None:

@@ -156,9 +156,6 @@ class Size:
     rows: dict[str, list[str]] = field(default_factory=dict)
     """Row -> further overrides, such as a decay factor for this scale."""
     columns: dict[str, list[str]] = field(default_factory=dict)
-    cells: dict[str, list[str]] = field(default_factory=dict)
-    """Glob of ``row @ column`` -> further overrides, such as a learning rate for one size; of
-    several globs that fit, the last one wins."""
     without: dict[str, str] = field(default_factory=dict)
     """Glob of ``row`` or ``row @ column`` -> reason for not running it at this scale."""
     stages: list[Stage] = field(default_factory=list)
@@ -183,10 +180,6 @@ class Size:
     def staged(self) -> dict[str, Stage]:
         """Row -> stage that gives its numbers, of rows that are not trained by themselves."""
         return {stage.row: stage for stage in self.stages if stage.row is not None}
-
-    def of_cell(self, row: str, column: str) -> list[str]:
-        """Return the overrides of ``cells`` for a cell, in the order of its globs."""
-        return [*chain.from_iterable(_fitting(self.cells, row, column))]
 
     def most_seeds(self, row: str, column: str, number: int) -> int:
         """Return how many of ``number`` seeds a cell has."""
@@ -334,7 +327,7 @@ class Table:
                 yield f"scales.{scale}.stages", "with a row need one trained row and no columns"
             if size.tune is not None:
                 yield from self._tuning_problems(f"scales.{scale}.tune", size.tune)
-            for key in ("without", "cells", "fewer_seeds"):
+            for key in ("without", "fewer_seeds"):
                 for glob in getattr(size, key):
                     if not any(fnmatchcase(at, glob) for at in cells):
                         yield f"scales.{scale}.{key}", f"no cell is {glob!r}"

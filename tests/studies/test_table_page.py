@@ -16,7 +16,9 @@ from sparsepretrain.config.strict import build
 from sparsepretrain.reports import figures as run_figures
 from sparsepretrain.reports.runs import RunData
 from sparsepretrain.runs.directory import RunDirectory
+from sparsepretrain.studies import table_page
 from sparsepretrain.studies.cells import Selection, cells
+from sparsepretrain.studies.claims import Ruling
 from sparsepretrain.studies.ran import GROUPS, SINGLE, what_ran
 from sparsepretrain.studies.results import (
     CellResult,
@@ -426,3 +428,13 @@ def test_judged_runs_have_the_settings_that_tuning_chose(name):
             key, _, value = word.partition("=")
             assert str(ran[key]) == str(yaml.safe_load(value)) or float(ran[key]) == float(value)
     assert {run.seed for run in results.tuning}.isdisjoint(results.seeds)
+
+
+def test_verdicts_are_counted_with_and_without_the_correction_of_their_table():
+    held, against = ("held", 1e-5), ("contradicted", 1e-5)
+    weak = ("held", 0.009)
+    rulings = [Ruling(v, "", p=p) for v, p in (held, weak, against, ("not decided", 1.0))]
+    text = "2 held (1 after Holm's correction), 1 contradicted, 1 not decided"
+    assert table_page.counted([rulings]) == text
+    # alone in its table, the weak claim needs no correction
+    assert table_page.counted([rulings[:1], rulings[1:2]]) == "2 held"
