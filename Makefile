@@ -90,8 +90,8 @@ reliability: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/reliability.py $(ROWS)
 	$(BIN)/python scripts/generate_docs.py
 
-# all of docs/determinism.md, or `make determinism ONLY="'sste *' mutants"`; an hour or more on two
-# cores; a second start does what is left
+# all of docs/determinism.md, or `make determinism ONLY="'sste *' mutants"`; 46 minutes on two cores;
+# a second start does what is left
 determinism: $(DEV)
 	PYTHONPATH=.:tests:benchmarks $(BIN)/python scripts/determinism.py $(ONLY)
 	$(BIN)/python scripts/generate_docs.py

@@ -671,8 +671,8 @@ def contract_ran(found: dict[str, Any], cases: Cases) -> str:
     commits = ", ".join(sorted({case["commit"] for case in cases.values()}))
     lines = [
         f"- Cases: {len(cases)} of {len(planned)} ran: {len(judged)} were judged, of which "
-        f"{failed} failed, and {refused} were refused. {seconds / 60:.0f} minutes of runs, two "
-        "cases at a time, on a machine that others used too.",
+        f"{failed} failed, and {refused} were refused. {seconds / 60:.0f} minutes, two cases at a "
+        "time.",
         f"- Gate 2: {equal} equal the golden bits of an earlier run, {recorded} were recorded.",
         f"- Commit of the code that trains: {commits}.",
     ]
