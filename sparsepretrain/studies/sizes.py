@@ -170,10 +170,10 @@ def line_of(by_size: Mapping[int, Mapping[int, float]]) -> Line | None:
         x = [math.log(n) - center for n, seeds in by_size.items() if seed in seeds]
         y = [seeds[seed] for seeds in by_size.values() if seed in seeds]
         if len(x) > 1:
-            lines.append(np.polynomial.Polynomial.fit(x, y, 1).convert().coef)
+            lines.append(np.polyfit(x, y, 1))
     if len(lines) < 2:
         return None
-    levels, slopes = np.array(lines).T  # levels: gaps at the center
+    slopes, levels = np.array(lines).T  # levels: gaps at the center
     level, slope = levels.mean(), slopes.mean()
     # variances of both means and their covariance, times the square of t
     ((vl, vc), (_, vs)) = (

@@ -156,7 +156,11 @@ def test_a_crossing_has_a_number_only_where_the_runs_show_one(gaps, noise, expec
 def test_a_line_needs_two_seeds_with_two_sizes():
     assert sizes.line_of({10_000: {1: 1.0, 2: 1.1}}) is None
     assert sizes.line_of({10_000: {1: 1.0, 2: 2.0}, 100_000: {1: 2.0}}) is None
-    assert sizes.line_of({10_000: {1: 1.0, 2: 2.0}, 100_000: {1: 2.0, 2: 2.5}}) is not None
+    by_size = {10_000: {1: 1.0, 2: 2.0}, 100_000: {1: 1.0, 2: 2.0}}
+    line = sizes.line_of(by_size)
+    assert line.slope == pytest.approx(0) and line.crossing is None
+    one = sizes.over_sizes({(n, 5): {1: 1.0} for n in by_size}, 5)
+    assert sizes.crossing_text(line, one) == "not determined"
 
 
 def test_the_page_has_gaps_the_check_of_the_interpolation_both_laws_and_a_figure():
