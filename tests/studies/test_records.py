@@ -1,11 +1,15 @@
-"""Runs of a committed record count as finished, where asked for."""
+"""Runs of a committed record count as finished, where asked for, and repeat."""
 
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 
 from sparsepretrain import cli
 from sparsepretrain.studies.results import read_record, write_record
+from support import ROOT
 
 
 @pytest.fixture
@@ -94,3 +98,26 @@ def test_damaged_records_and_tables_with_stages_are_refused(tables, record, caps
     tables.write(nano={"stages": [{"name": "again", "evaluate": "validation"}]})
     assert tables("small", "--records", str(record)) == 2
     assert "the runs of small have stages" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", ["SR-STE @ 25k, 5", "S-STE @ 25k, 5"])
+def test_a_committed_run_repeats_its_digits(tmp_path, cell):
+    """On the same CPU with the same versions; elsewhere its draws, and a loss close to its own."""
+    committed = read_record(ROOT / "results/records/scaling_lm.json.gz")
+    seed = committed.seeds[-1]
+    seeds = ["--seeds", f"{seed}..{seed}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for words in (["reproduce", "--only", cell], ["report", "--record", "--out", "pages"]):
+        command = [sys.executable, "-m", "sparsepretrain", words[0], "scaling_lm", *words[1:]]
+        subprocess.run([*command, *seeds], cwd=tmp_path, env=env, check=True, capture_output=True)
+    found = read_record(tmp_path / "pages/records/scaling_lm.json.gz")
+    again, before = (
+        next(c for c in record.cells if (c.name, c.seed) == (cell, seed))
+        for record in (found, committed)
+    )
+    assert (again.config, again.hashes) == (before.config, before.hashes)
+    if (again.hardware, again.versions) == (before.hardware, before.versions):
+        assert again.metrics == before.metrics and again.curves == before.curves
+    else:
+        assert again.metrics == pytest.approx(before.metrics, rel=0.05)
