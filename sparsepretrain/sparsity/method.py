@@ -398,8 +398,11 @@ class Method:
 
     @property
     def has_penalty(self) -> bool:
-        """True if :meth:`penalty_gradients` adds something; each call gathers what FSDP shards."""
-        return False
+        """True if :meth:`penalty_gradients` adds something: by default if a method overrides it.
+
+        Each call gathers what FSDP shards, so methods whose penalty can be 0 say so here.
+        """
+        return type(self).penalty_gradients is not Method.penalty_gradients
 
     def penalty_gradients(self, weight: Tensor, state: LayerState) -> dict[str, Tensor]:
         """Return gradients of a penalty: name of a Parameter of the method -> its whole gradient.

@@ -344,10 +344,10 @@ def _matmul(
     bias = args[2] if len(args) > 2 else kwargs.get("bias")
     x = left if is_right else right.transpose(-2, -1)
     slices = read.slices
-    if slices.dim() and name == "linear":  # torch refuses it too
-        raise _unreadable(read, "linear with several slices")
     if slices.dim() == 0:
         y = _slice_matmul(read.source, int(slices), x, bias)
+    elif name == "linear":  # torch refuses it too; no other matmul has a bias
+        raise _unreadable(read, "linear with several slices")
     else:
         # leading axes broadcast as torch.matmul does: all tokens may go to each slice
         batch = torch.broadcast_shapes(x.shape[:-2], slices.shape)

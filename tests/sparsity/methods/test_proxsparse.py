@@ -12,6 +12,7 @@ import sparsepretrain as sp
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import nm_mask
 from sparsepretrain.sparsity.methods.proxsparse import proximal_24
+from sparsepretrain.sparsity.methods.ste import STE
 from support.small_loops import train
 from support.small_models import Net, draw
 from support.sparse_cases import build, sparsify
@@ -120,6 +121,23 @@ def test_pruned_and_unchanged_weights_do_not_feel_the_second_regularizer():
     for weight in (start, torch.zeros_like(start), start * nm_mask(start)):
         assert not method.penalty_gradients(weight, layer.sparsity)["weight"].any()
     assert method.penalty_gradients(start / 2 + 0.1, layer.sparsity)["weight"].all()
+
+
+@pytest.mark.parametrize(("has_penalty", "moves"), [(None, True), (False, False)])
+def test_a_penalty_of_ones_own_needs_one_function(has_penalty, moves):
+    class Shrinking(STE):
+        def penalty_gradients(self, weight, state):
+            return {"weight": 0.5 * weight}
+
+    if has_penalty is not None:
+        Shrinking.has_penalty = has_penalty
+    model, optimizer, sparsifier = build("ste", cls=torch.optim.SGD, lr=0.1)
+    sparsifier.method.__class__ = Shrinking
+    before = model.fc1.weight.detach().clone()
+    (model(draw(4, 16)).sum() * 0).backward()
+    optimizer.step()
+    expected = 0.95 * before if moves else before
+    torch.testing.assert_close(model.fc1.weight.detach(), expected, rtol=0, atol=1e-12)
 
 
 def test_a_layer_without_a_gradient_stays():
