@@ -356,9 +356,15 @@ def unheld(_: str, path: Path) -> str:
 
 
 def verdicts(_: str, path: Path) -> str:
-    """Return how the claims of all committed tables came out, in one sentence."""
+    """Return how the claims of all committed tables with ended runs came out, in one sentence."""
     # claims of a collecting table are those of its parts
-    tables = [found for found in records().values() if not found.parts and has_page(found)]
+    tables = [
+        found
+        for found in records().values()
+        if not found.parts
+        and has_page(found)
+        and all(cell.state in ("finished", "failed") for cell in found.cells)
+    ]
     rulings = [[ruling for _, ruling in judgments(found)] for found in tables]
     tested = [each for each in rulings if each]
     number = sum(map(len, tested))

@@ -61,6 +61,12 @@ def losses(records: list[TableResults]) -> Losses:
     return found
 
 
+def seeds_of(rows: dict[str, dict[float, dict[int, float]]]) -> set[int]:
+    """Return the seeds of a place, which all of its rows and rates have."""
+    by_rate = next(iter(rows.values()))
+    return set(next(iter(by_rate.values())))
+
+
 def best(rows: dict[str, dict[float, dict[int, float]]], seeds: Collection[int]) -> float:
     """Return the rate with the least loss: the geometric mean over rows of means over seeds."""
     rates = next(iter(rows.values()))
@@ -86,8 +92,10 @@ def excess(found: Losses) -> Excess:
     """Compare both ways to choose rates on seeds that did not choose, where there are several."""
     own, shared = [], []
     for rows in found.values():
-        seeds = set(next(iter(next(iter(rows.values())).values())))
-        for seed in seeds if len(seeds) > 1 else ():
+        seeds = seeds_of(rows)
+        if len(seeds) == 1:
+            continue
+        for seed in seeds:
             others = seeds - {seed}
             for row, by_rate in rows.items():
                 least = min(by_seed[seed] for by_seed in by_rate.values())
@@ -118,10 +126,7 @@ def exponent(rates: dict[Place, float]) -> Exponent:
 
 def tuned(found: Losses) -> dict[Place, float]:
     """Return the rate of each tuned place."""
-    return {
-        place: best(rows, {seed for seeds in next(iter(rows.values())).values() for seed in seeds})
-        for place, rows in found.items()
-    }
+    return {place: best(rows, seeds_of(rows)) for place, rows in found.items()}
 
 
 def column_rates(rates: dict[Place, float]) -> dict[str, float]:

@@ -282,17 +282,24 @@ def section(results: TableResults, table: Table) -> list[str]:
         "At equal cost, dense runs have fewer tokens and a schedule of their own length. Their "
         "loss is interpolated between the dense runs of the same size, where there are three "
         "amounts of data, and at least one with fewer tokens; intervals leave out the error of "
-        f"that. {interpolation_check(results, table)}",
+        "that.",
+        interpolation_check(results, table),
         f"{MEASURED:.2f} is the speed that gives the time of a step of S-STE as it was measured on "
         "a GPU (GPT-2 124M: 0.984 of a dense step, 12 of 48 matmuls as 2:4; docs/gpu.md, which "
         "leaves differences of that size unexplained).",
-        *_shares(results, table),
+        _shares(results, table),
     ]
-    return [*lines, *(line for text in about for line in (" ".join(text.split()), ""))]
+    for text in filter(None, about):
+        lines += [text, ""]
+    return lines
 
 
-def _shares(results: TableResults, table: Table) -> list[str]:
-    """Return a sentence on FLOPs relative to the baseline by size: larger models save more."""
+def _shares(results: TableResults, table: Table) -> str:
+    """Return a sentence on FLOPs relative to the baseline by size; empty: no row saves any.
+
+    Larger models save more, so that a gap at equal FLOPs falls with size even if none falls at
+    equal tokens.
+    """
     by_row: dict[str, dict[int, float]] = {}
     for place in places(results, table):
         for row in table.rows:
@@ -300,15 +307,15 @@ def _shares(results: TableResults, table: Table) -> list[str]:
             if share is not None and share < 1:
                 by_row.setdefault(row, {})[place.parameters] = share
     if not by_row:
-        return []
+        return ""
     each = "; ".join(
         f"{row} {', '.join(f'{share:.2f}' for _, share in sorted(shares.items()))}"
         for row, shares in by_row.items()
     )
-    return [
+    return (
         "FLOPs relative to dense, by ascending size, if a 2:4 matmul is twice as fast: "
         f"{each}. The output layer is dense, and a smaller part of larger models."
-    ]
+    )
 
 
 def _cells(

@@ -103,25 +103,25 @@ def answer(rulings: Sequence[tuple[tables.Claim, Ruling]]) -> list[str]:
     return [" ".join(words), ""]
 
 
-def counted(tables_: Sequence[Sequence[Ruling]]) -> str:
+def counted(by_table: Sequence[Sequence[Ruling]]) -> str:
     """Return the number of each verdict, and how many stay after Holm's correction.
 
     Args:
-        tables_: rulings of each table, within which the correction is made.
+        by_table: rulings of each table, within which the correction is made.
     """
     numbers: Counter[str] = Counter()
     kept: Counter[str] = Counter()
-    for rulings in tables_:
-        for ruling, p in zip(rulings, claims.holm(rulings), strict=True):
-            numbers[ruling.verdict] += 1
-            kept[ruling.verdict] += ruling.verdict in ("held", "contradicted") and p < ALPHA
+    for rulings in by_table:
+        numbers.update(ruling.verdict for ruling in rulings)
+        corrected = zip(rulings, claims.holm(rulings), strict=True)
+        kept.update(ruling.verdict for ruling, p in corrected if p < ALPHA)
     words = []
     for verdict in typing.get_args(Verdict):
-        if numbers[verdict]:
-            text = f"{numbers[verdict]} {verdict}"
-            if verdict in ("held", "contradicted") and kept[verdict] < numbers[verdict]:
-                text += f" ({kept[verdict]} after Holm's correction)"
-            words.append(text)
+        decided = verdict in ("held", "contradicted")
+        if decided and kept[verdict] < numbers[verdict]:
+            words.append(f"{numbers[verdict]} {verdict} ({kept[verdict]} after Holm's correction)")
+        elif numbers[verdict]:
+            words.append(f"{numbers[verdict]} {verdict}")
     return ", ".join(words)
 
 
