@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from sparsepretrain.console import count
 from sparsepretrain.reports import plots
 from sparsepretrain.reports.differences import Difference
 from sparsepretrain.reports.figures import Curves, Pairs, add_legend, difference_figure
@@ -145,9 +146,11 @@ def sizes_figure(results: TableResults, table: Table) -> Figure | None:
     """
     costs = [*sizes.COSTS.items()][:2]  # those of a measured speed look like those of equal tokens
     drawn = {title: sizes.gaps(results, table, factor) for title, factor in costs}
-    amounts = sorted({d for by_row in drawn.values() for at in by_row.values() for _, d in at})
-    if not amounts:
+    shown = {place for by_row in drawn.values() for at in by_row.values() for place in at}
+    if not shown:
         return None
+    every = sorted({n for n, _ in shown})
+    amounts = sorted({data for _, data in shown})
     size = (1.2 + 3.4 * len(amounts), 6.4)
     figure, grid = plots.new_figure(size, columns=len(amounts), rows=len(drawn))
     styles: dict[str, Any] = {}
@@ -168,6 +171,9 @@ def sizes_figure(results: TableResults, table: Table) -> Figure | None:
                 axes.plot([at, at], d.interval(), color=style["color"], linewidth=1.5, alpha=0.6)
         axes.axhline(0, color="black", linewidth=1)
         axes.set_xscale("log")
+        axes.set_xlim(every[0] / 1.2, every[-1] * 1.2)
+        axes.set_xticks(every, [count(n) for n in every])
+        axes.minorticks_off()
         axes.set_title(f"{title}\n{data} {results.unit} per parameter", fontsize=8, loc="left")
         axes.tick_params(labelsize=8)
         axes.set_xlabel("parameters without embeddings", fontsize=8)

@@ -34,7 +34,7 @@ from sparsepretrain.studies.cells import (
 )
 from sparsepretrain.studies.matching import matched
 from sparsepretrain.studies.tables import Metric, Scale, Size, Stage, Table, cell_name, load_table
-from sparsepretrain.training.cost import run_cost
+from sparsepretrain.training.cost import Cost, run_cost
 from sparsepretrain.training.schedules import resolve_steps
 
 CURVES = {"loss": "validation", "flip_rate": None}
@@ -226,15 +226,19 @@ def collect(name: str, scale: Scale | None, asked: Selection) -> TableResults:
             for cell, _ in measured:
                 cell.curves = {}  # pages of these tables show final values only
         if final_only or table.scaling:
+            costs: dict[tuple[Any, ...], Cost] = {}
             for cell, data in measured:
                 if cell.state == "finished" and data is not None:
-                    run = validate(data.config)
-                    cost_of = run_cost(run, data.records)
-                    cell.sparse_matmuls = cost_of.sparse_matmuls
-                    cell.flops = cost_of.flops
-                    cell.entries = cost_of.entries
-                    cell.nonzero = cost_of.nonzero
-                    cell.average = cost_of.average
+                    # seeds cost the same, unless the optimizer decides when a method is sparse
+                    phases = [(line["step"], line.get("sparse")) for line in data.records]
+                    key = cell.config, *phases
+                    if key not in costs:
+                        costs[key] = run_cost(validate(data.config), data.records)
+                    cell.sparse_matmuls = costs[key].sparse_matmuls
+                    cell.flops = costs[key].flops
+                    cell.entries = costs[key].entries
+                    cell.nonzero = costs[key].nonzero
+                    cell.average = costs[key].average
         result.seeds = sorted(begun)
         configs = {cell.config: run.config for cell, run in measured if run is not None}
         kept = {cell.config for cell in result.cells} & record.configs.keys()

@@ -364,6 +364,8 @@ def check_printed_settings(lines: list[tuple[str, str]], part: TableResults) -> 
         config = freeze.flat(json.loads(part.configs[cell.config]))
         found = printed[cell.name]
         assert {"model.name", "data.name", "optim.name", "sparsity.name", "steps"} <= found.keys()
+        if not cell.parameters:  # the run has not ended
+            found = {key: text for key, text in found.items() if key != "parameters"}
         for key, text in found.items():
             value = cell.parameters if key == "parameters" else config.get(key)  # null: not set
             if isinstance(value, str):
