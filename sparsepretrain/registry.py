@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -204,12 +205,23 @@ def origin(error: BaseException) -> str:
     return installed
 
 
+def installed_plugins() -> tuple[str, ...]:
+    """Return the modules of installed plugins."""
+    return _plugins_on(tuple(sys.path))
+
+
+@functools.cache
+def _plugins_on(path: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the modules of plugins on ``sys.path``; reading all distributions takes a while."""
+    return tuple(entry.module for entry in entry_points(group="sparsepretrain.plugins"))
+
+
 def load_plugins(named: object) -> list[str]:
     """Import installed plugins and those of the list ``named``; return error messages.
 
     Values of wrong type are ignored here; the configuration check reports them.
     """
-    installed = [entry.module for entry in entry_points(group="sparsepretrain.plugins")]
+    installed = installed_plugins()
     errors = []
     for plugin in [*installed, *(named if isinstance(named, list) else ())]:
         try:

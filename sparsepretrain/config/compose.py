@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import pickle
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsepretrain.config.freeze import flat, from_yaml
-from sparsepretrain.config.places import catalog, search_path
+from sparsepretrain.config.places import options_below, search_path, versions
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError, one_line
 from sparsepretrain.processes import started
@@ -94,8 +95,9 @@ def read(overrides: Iterable[str] = (), config_dirs: Sequence[Path] = ()) -> Ove
     """Sort overrides into group choices, values and errors."""
     from hydra.core.override_parser.types import OverrideType
 
-    groups = catalog(config_dirs)
-    parsed = Overrides(search_path(config_dirs), groups)
+    path = search_path(config_dirs)
+    groups = options_below(path)
+    parsed = Overrides(path, groups)
     for text in overrides:
         text = text.strip()
         override = parse(text)
@@ -135,7 +137,6 @@ def build(parsed: Overrides) -> tuple[dict[str, Any], dict[str, str]]:
     Returns:
         The resolved plain configuration, and the final option of each group.
     """
-    import hydra
     from omegaconf import OmegaConf, open_dict
 
     ours = parsed.path[0]
@@ -145,7 +146,7 @@ def build(parsed: Overrides) -> tuple[dict[str, Any], dict[str, str]]:
         for group, option in parsed.choices.items()
     ]
     with _composing(parsed) as search:
-        composed = hydra.compose(PRIMARY, [*overrides, search], return_hydra_config=True)
+        composed = pickle.loads(_from_files((*overrides, search), versions(parsed.path)))
         choices = dict(composed.hydra.runtime.choices)
         _refuse_late(choices, composed.hydra)
         with open_dict(composed):
@@ -164,6 +165,22 @@ def build(parsed: Overrides) -> tuple[dict[str, Any], dict[str, str]]:
         parsed.notes += _share_batch(plain, parsed.nodes)
     chosen = {group: option for group, option in choices.items() if "hydra/" not in group}
     return dict.fromkeys(f.name for f in fields(Run) if f.name in plain) | plain, chosen
+
+
+@functools.lru_cache(maxsize=128)
+def _from_files(overrides: tuple[str, ...], files: tuple[tuple[str, int, int], ...]) -> bytes:
+    """Compose group choices with Hydra and return the result, pickled: callers change it.
+
+    Kept, since the cells and seeds of a table have the same choices and Hydra takes a tenth of a
+    second for each.
+
+    Args:
+        overrides: choices and the search path.
+        files: those of the search path, with their versions.
+    """
+    import hydra
+
+    return pickle.dumps(hydra.compose(PRIMARY, [*overrides], return_hydra_config=True))
 
 
 def chosen_by_experiment(parsed: Overrides) -> dict[str, str]:

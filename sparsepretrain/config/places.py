@@ -6,11 +6,11 @@ import contextlib
 import importlib.util
 import os
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import sparsepretrain
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.registry import installed_plugins
 
 ENVIRONMENT = "SPARSEPRETRAIN_CONFIG_DIR"
 """Environment variable with directories of a user's YAML files, separated like PATH."""
@@ -57,9 +57,14 @@ def search_path(config_dirs: Sequence[Path] = ()) -> list[Path]:
 
 
 def catalog(config_dirs: Sequence[Path] = ()) -> dict[str, dict[str, Path]]:
+    """Return the options of :func:`search_path`, see :func:`options_below`."""
+    return options_below(search_path(config_dirs))
+
+
+def options_below(path: Sequence[Path]) -> dict[str, dict[str, Path]]:
     """Return group -> option -> directory, sorted, with presets of recipes at the end."""
     groups: dict[str, dict[str, Path]] = {}
-    for directory in search_path(config_dirs):
+    for directory in path:
         for name in _files(directory):
             group, _, option = name.partition("/")
             if option and group not in (TABLES, "hydra"):  # launchers and sweepers of `train -m`
@@ -71,6 +76,19 @@ def catalog(config_dirs: Sequence[Path] = ()) -> dict[str, dict[str, Path]]:
     }
 
 
+def versions(path: Sequence[Path]) -> tuple[tuple[str, int, int], ...]:
+    """Return each YAML file with its time and size; equal: no file was written in between."""
+    found = []
+    for directory in path:
+        for place, _, names in os.walk(directory):
+            for name in names:
+                if name.endswith(".yaml"):
+                    file = os.path.join(place, name)
+                    about = os.stat(file)
+                    found.append((file, about.st_mtime_ns, about.st_size))
+    return tuple(sorted(found))
+
+
 def _files(directory: Path) -> set[str]:
     """Return ``group/option`` (or ``name`` at the root) of the YAML files in ``directory``.
 
@@ -78,20 +96,22 @@ def _files(directory: Path) -> set[str]:
     are parts of others.
     """
     files = [file for depth in ("", "*/", "*/*/") for file in directory.glob(f"{depth}*.yaml")]
-    presets = shipped() / PRESETS if directory == shipped() else None
-    return {
+    names = {
         file.relative_to(directory).with_suffix("").as_posix()
         for file in files
-        if not file.name.startswith(("_", ".")) and presets not in file.parents
+        if not file.name.startswith(("_", "."))
     }
+    if directory == shipped():  # its presets are a directory of the search path themselves
+        names = {name for name in names if not name.startswith(f"{PRESETS}/")}
+    return names
 
 
 def _plugin_dirs() -> list[Path]:
     """Return ``configs/`` next to the module of each installed plug-in."""
     directories = []
-    for entry in entry_points(group="sparsepretrain.plugins"):
+    for module in installed_plugins():
         with contextlib.suppress(ImportError):  # validate reports it when loading the plug-in
-            spec = importlib.util.find_spec(entry.module)
+            spec = importlib.util.find_spec(module)
             if spec is not None and spec.origin is not None:
                 directories.append(Path(spec.origin).parent / "configs")
     return [directory for directory in directories if directory.is_dir()]

@@ -168,6 +168,16 @@ def test_plugin_file(tmp_path):
     assert len(found) == 1 and "'sparsity.strenght' (did you mean 'sparsity.strength'" in found[0]
 
 
+def test_an_edited_file_is_read_again(tmp_path):
+    for steps in (5, 7, 13):
+        write(tmp_path, experiment___part=f"steps: {steps}\n")  # of the same size
+        write(tmp_path, experiment__mine=GLOBAL + "defaults: [_part@_global_]\n")
+        assert compose(["experiment=mine"], [tmp_path])["steps"] == steps
+        changed = compose(["experiment=mine", "steps=2"], [tmp_path])
+        changed["batch"]["size"] = 3  # nor do results share anything
+        assert compose(["experiment=mine"], [tmp_path])["batch"]["size"] != 3
+
+
 def test_installed_plugin_brings_its_configs(tmp_path, monkeypatch):
     package = tmp_path / "my_methods"
     write(package / "configs", sparsity__mine_installed="name: mine_installed\nstrength: 3.0\n")

@@ -81,6 +81,7 @@ def test_what_loops_save(run):
     assert len(cases) == len(cpu.LOOPS)
 
 
+@pytest.mark.slow  # twenty seconds: the optimum of many blocks
 def test_masks_are_compared_with_the_optimum(run):
     code, cases = run("transposable", methods=False)
     assert code == 0

@@ -30,6 +30,7 @@ def test_two_processes_give_the_answer_of_one(tiny):
     assert about["processes"] == {"parallel": "ddp", "count": 2}
 
 
+@pytest.mark.dist
 @pytest.mark.timeout(900)
 def test_two_processes_train_layers_with_different_patterns(tiny):
     patterns = "sparsity.patterns={*h.0.*: dense, *.c_fc: 1:4}"
