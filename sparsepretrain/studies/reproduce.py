@@ -46,8 +46,8 @@ def parts(name: str, scale: Scale | None, asked: Selection, stop_after: int | No
             continue
         at = scale or ("nano" if "nano" in table.scales else "paper")
         try:
-            tried, _, judging = selected(table_name, table, at, asked)
             record = record_of(table_name, table, at, asked)
+            tried, _, judging = selected(table_name, table, at, asked, record)
             tried, judging = not_recorded(tried, record), not_recorded(judging, record)
             if tried:
                 found.append(Part(table_name, table, at, tried, *how, is_tuning=True))

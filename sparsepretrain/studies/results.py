@@ -211,7 +211,7 @@ def collect(name: str, scale: Scale | None, asked: Selection) -> TableResults:
     elif table.scales:
         result.scale = scale or ("nano" if "nano" in table.scales else "paper")
         record = record_of(name, table, result.scale, asked)
-        _, result.tuning, wanted = selected(name, table, result.scale, asked)
+        _, result.tuning, wanted = selected(name, table, result.scale, asked, record)
         measured = [_collect(cell, table, result.scale, record) for cell in wanted]
         for stage in table.scales[result.scale].staged.values():
             made = _pruned if stage.prune is not None else _tuned
@@ -282,7 +282,7 @@ def _recorded(cell: Cell, record: TableResults) -> CellResult | None:
 
 
 def selected(
-    name: str, table: Table, scale: Scale, asked: Selection
+    name: str, table: Table, scale: Scale, asked: Selection, record: TableResults
 ) -> tuple[list[Cell], list[CellResult], list[Cell]]:
     """Return the runs that tune rows, their results, and the runs of a table.
 
@@ -295,7 +295,7 @@ def selected(
     if tune is None:
         return [], [], cells(name, table, scale, asked, matched=equal)
     tried = tuning_cells(name, table, scale, tune, asked, equal)
-    tuning = trials(tried, table, scale, record_of(name, table, scale, asked))
+    tuning = trials(tried, table, scale, record)
     settings = chosen(tuning, table)
     return tried, tuning, cells(name, table, scale, asked, matched=equal, settings=settings)
 
