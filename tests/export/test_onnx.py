@@ -127,6 +127,16 @@ def test_large_weights_in_bf16_are_in_a_second_file_in_fp32(tmp_path, monkeypatc
     assert initializers(tmp_path / "a.onnx")["0.weight"].dtype == np.float32
 
 
+@pytest.mark.slow  # 49 s and 9 GB of memory
+@pytest.mark.timeout(900)
+def test_weights_above_2_gib_are_written_and_proven(tmp_path):
+    model = nn.Sequential(*(nn.Linear(2**13, 2**13) for _ in range(9)))
+    sp.sparsify(model, "ste", targets=["0", "8"])
+    found = save_onnx(model, tmp_path / "a.onnx", {"input": torch.randn(2, 2**13)})
+    assert (tmp_path / "a.onnx.data").stat().st_size > 2**31 > (tmp_path / "a.onnx").stat().st_size
+    assert {name: each.name for name, each in found.items()} == {"0": "0.weight", "8": "8.weight"}
+
+
 def test_what_cannot_be_exported_is_one_line(tmp_path, capfd, caplog):
     class Eigenvalues(nn.Sequential):
         def forward(self, x):
