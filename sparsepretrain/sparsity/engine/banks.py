@@ -8,6 +8,7 @@ of W, whichever way it multiplies: slice by slice, in batches or with grouped ma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
@@ -18,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity.clock import is_recomputing
+from sparsepretrain.sparsity.engine.equations import Label, parse
 from sparsepretrain.sparsity.engine.layers import SparseMatmul
 from sparsepretrain.sparsity.engine.operands import LayerOperands
 from sparsepretrain.sparsity.engine.weights import SparseWeight
@@ -251,6 +253,8 @@ class BankRead(Tensor):
                 return _matmul(read, name, func, args, kwargs)
             if name in GROUPED:
                 return _grouped(read, func, args, kwargs)
+            if name == "einsum":
+                return _einsum(read, func, args)
             result = _call(func, args, kwargs)
             if not isinstance(result, Tensor) or not args or args[0] is not read:
                 return _unless_drawn(read, name, result)
@@ -307,7 +311,7 @@ def _unreadable(read: BankRead, name: str) -> ConfigError:
     return ConfigError(
         f"the bank {bank.sparsity.layer_name!r} {tuple(bank.weight.shape)} of "
         f"{bank.replaces.__name__} is read by {name}: slices may be indexed, transposed, cast, "
-        "and multiplied by F.linear, @, mm, bmm or grouped_mm; exclude it"
+        "and multiplied by F.linear, @, mm, bmm, grouped_mm or an einsum of two tensors; exclude it"
     )
 
 
@@ -379,16 +383,86 @@ def _grouped(read: BankRead, func: Any, args: Sequence[Any], kwargs: Mapping[str
     return torch.cat([y, y.new_zeros(missing, y.shape[1])]) if missing else y
 
 
+def _einsum(read: BankRead, func: Any, args: Sequence[Any]) -> Tensor:
+    """Multiply by slices of a bank as an equation of two tensors says."""
+    text, *operands = args
+    product = _product(read, text, operands)
+    if product is None:
+        result: Tensor = _unless_drawn(read, f"einsum {text!r}", _call(func, args, {}))
+        return result
+    _require_axis(read, product.sums_last, f"einsum {text!r}")
+    if not _needs_slices(read):
+        result = _call(func, args, {})
+        return result
+    slices, tokens = product.slices, product.tokens
+    x = operands[product.place]
+    sizes = [x.shape[product.x.index(label)] for label in tokens]
+    order = [label for label in slices if label in product.x]
+    x = x.permute([product.x.index(label) for label in (*order, *tokens, product.summed)])
+    for axis, label in enumerate(slices):
+        if label not in order:  # all tokens go to each of these slices
+            x = x.unsqueeze(axis)
+    x = x.reshape(*x.shape[: len(slices)], math.prod(sizes), x.shape[-1])
+    if product.sums_last:
+        turned = read.as_subclass(Tensor).transpose(-2, -1)
+        read = BankRead.of(turned, read.source, read.slices, not read.turned)
+    y = _matmul(read, "matmul", torch.matmul, (x, read), {})
+    y = y.reshape(*y.shape[: len(slices)], *sizes, y.shape[-1])
+    labels = [*slices, *tokens, product.kept]
+    if gone := [axis for axis, label in enumerate(labels) if label not in product.result]:
+        y = y.sum(gone)
+        labels = [label for label in labels if label in product.result]
+    return y.permute([labels.index(label) for label in product.result])
+
+
+class Product(NamedTuple):
+    """Equation in which each token is multiplied by slices of a bank."""
+
+    place: int  # of the tokens among the operands
+    x: list[Label]
+    result: list[Label]
+    slices: list[Label]  # all axes of the bank but the last two
+    tokens: list[Label]
+    summed: Label  # of the last two axes of the bank, the one that X has too
+    kept: Label  # the other one
+    sums_last: bool
+
+
+def _product(read: BankRead, text: str, operands: Sequence[Tensor]) -> Product | None:
+    """Return what an equation computes, if it is a matmul of tokens with slices of a bank."""
+    ranks = [each.dim() for each in operands]
+    if text.count(",") != 1 or len(ranks) != 2 or all(isinstance(o, BankRead) for o in operands):
+        return None
+    equation = parse(text, ranks)
+    place = 1 if operands[0] is read else 0
+    x, bank, result = equation.operands[place], equation.operands[1 - place], equation.result
+    # torch refuses other numbers of labels; a label that occurs twice is a diagonal
+    if [len({*x}), len({*bank})] != [ranks[place], ranks[1 - place]]:
+        return None
+    *slices, row, column = bank
+    sums_last = column in x
+    summed, kept = (column, row) if sums_last else (row, column)
+    tokens = [label for label in x if label not in bank]
+    is_matmul = summed in x and summed not in result and kept in result and kept not in x
+    # a slice that neither X nor the result tells apart would be a sum of weights
+    if not is_matmul or not {*tokens} <= {*result} or not {*slices} <= {*x, *result}:
+        return None
+    return Product(place, x, result, slices, tokens, summed, kept, sums_last)
+
+
 def _require_axis(read: BankRead, last: bool, name: str) -> None:
     """Refuse a matmul that sums over out_features: the pattern would be along the wrong axis."""
     if read.reduces_last is last:
         return
     bank = read.source.bank
-    slices = "(out, in)" if bank.in_dim == 1 else "(in, out)"
+    cls = bank.replaces.__name__
+    slices, do = "(in, out)", "exclude it"
+    if bank.in_dim == 1:
+        slices = "(out, in)"
+        do += f", or give {cls} is_transposed = True and has_gate = False if they are (in, out)"
     raise ConfigError(
-        f"the bank {bank.sparsity.layer_name!r} {tuple(bank.weight.shape)} of "
-        f"{bank.replaces.__name__} was taken for slices {slices}, and {name} sums over the other "
-        "axis: exclude it"
+        f"the bank {bank.sparsity.layer_name!r} {tuple(bank.weight.shape)} of {cls} was taken for "
+        f"slices {slices}, and {name} sums over the other axis: {do}"
     )
 
 

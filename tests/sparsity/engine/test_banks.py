@@ -483,12 +483,104 @@ def test_a_bank_of_the_root_is_made_sparse_by_its_name():
         assert list(sparsify(Named(), "ste", targets="*").layers) == ["proj"]
 
 
+def each(x, bank):
+    """Return the product with every slice, of all tokens or of those of that slice."""
+    inputs = x if x.dim() == 3 and len(x) == EXPERTS else [x] * EXPERTS
+    return torch.stack([F.linear(inputs[i], bank[i]) for i in range(EXPERTS)])
+
+
+OF_EACH = (EXPERTS, TOKENS, WIDTH)
+EQUATIONS = {
+    "sti,soi->sto": (OF_EACH, each),
+    "sti,soi->tos": (OF_EACH, lambda x, bank: each(x, bank).permute(1, 2, 0)),
+    "ti,soi->sto": ((TOKENS, WIDTH), each),
+    "i,soi->os": ((WIDTH,), lambda x, bank: each(x[None], bank)[:, 0].T),
+    "b t i, s o i -> b s t o": ((2, 8, WIDTH), lambda x, bank: each(x, bank).transpose(0, 1)),
+    "...i,soi->s...o": ((2, 1, 8, WIDTH), each),
+    "...i,...oi->...o": ((EXPERTS, WIDTH), lambda x, bank: each(x[:, None], bank)[:, 0]),
+    # summed over the slices too; without an arrow the labels that occur once, o and t
+    "sti,soi->to": (OF_EACH, lambda x, bank: each(x, bank).sum(0)),
+    "sti,soi": (OF_EACH, lambda x, bank: each(x, bank).sum(0).T),
+}
+
+
+class Reader(nn.Module):
+    """A bank of no known class, of slices (out, in), or (in, out) if it says so."""
+
+    def __init__(self, read, transposed):
+        super().__init__()
+        self.is_transposed, self.has_gate = transposed, False
+        weight = torch.randn(EXPERTS, HIDDEN, WIDTH, dtype=torch.float64)
+        self.bank = nn.Parameter(weight.mT.contiguous() if transposed else weight)
+        self.read = read
+
+    def forward(self, x):
+        return self.read(x, self.bank)
+
+
+def trained_alike(name, shape, transposed, *reads):
+    """Require equal results and gradients of two ways to read a bank."""
+    found = []
+    for read in reads:
+        torch.manual_seed(0)
+        model = Reader(read, transposed)
+        sparsify(model, name, targets=["bank"], total_steps=12, **METHODS[name])
+        x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        y = model(x)
+        (y * torch.randn(y.shape, dtype=torch.float64)).sum().backward()
+        found.append((y, x.grad, model.bank.grad))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", ["srste", "slope", "act24", "tsrste"])
+@pytest.mark.parametrize("text", EQUATIONS)
+def test_einsum_multiplies_tokens_by_slices(text, name, transposed):
+    """As F.linear does with each slice; the bank is named first or last."""
+    shape, expected = EQUATIONS[text]
+    x_labels, _, rest = text.partition(",")
+    bank_labels, arrow, result = rest.partition("->")
+    if transposed:
+        bank_labels = bank_labels.replace("oi", "io").replace("o i", "i o")
+    turned = f"{bank_labels},{x_labels}{arrow}{result}"
+    trained_alike(
+        *(name, shape, transposed),
+        lambda x, bank: torch.einsum(turned, bank, x),
+        lambda x, bank: expected(x, bank.mT if transposed else bank),
+    )
+
+
+@pytest.mark.parametrize("name", ["srste", "act24", "tsrste"])
+def test_einsum_multiplies_by_chosen_slices(name):
+    chosen = torch.arange(TOKENS) % EXPERTS
+    back = chosen.argsort(stable=True).argsort()
+
+    def by_slice(x, bank):
+        return torch.cat([F.linear(x[chosen.eq(i)], bank[i]) for i in range(EXPERTS)])[back]
+
+    trained_alike(
+        *(name, (TOKENS, WIDTH), False),
+        lambda x, bank: torch.einsum("ti,toi->to", x, bank[chosen]),
+        by_slice,
+    )
+    trained_alike(
+        *(name, (2, 8, WIDTH), False),
+        lambda x, bank: torch.einsum("...i,oi->o...", x, bank[1]),
+        lambda x, bank: F.linear(x, bank[1]).movedim(-1, 0),
+    )
+
+
 @pytest.mark.parametrize(
     ("read", "message"),
     [
         (lambda x, bank: x @ bank[0], r"'mlp_bank' \(2, 8, 8\) .* sums over the other axis"),
         (lambda x, bank: F.linear(x, bank[0].t()), "sums over the other axis"),
-        (lambda x, bank: torch.einsum("ti,oi->to", x, bank[0]), "is read by einsum"),
+        (lambda x, bank: torch.einsum("ti,io->to", x, bank[0]), "einsum .* sums over the other"),
+        (lambda x, bank: torch.einsum("ti,eoi->to", x, bank), "is read by einsum 'ti,eoi->to'"),
+        (lambda x, bank: torch.einsum("ti,oi->t", x, bank[0])[:, None], "is read by einsum"),
+        (lambda x, bank: torch.einsum("ti,ii->ti", x, bank[0]), "is read by einsum 'ti,ii->ti'"),
+        (lambda x, bank: torch.einsum("ti,oi->tio", x, bank[0])[:, 0], "is read by einsum"),
+        (lambda x, bank: torch.einsum("eio,eoi->oi", bank, bank), "is read by einsum"),
         (lambda x, bank: F.linear(x, bank.sum(0)), "is read by sum"),
         (lambda x, bank: F.linear(x, bank[:, 0]), "is read by __getitem__"),
         (lambda x, bank: F.conv1d(x.t()[None], bank[..., :1])[0].t(), "is read by __getitem__"),
