@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsepretrain.config.freeze import flat, from_yaml
-from sparsepretrain.config.places import options_below, search_path, versions
+from sparsepretrain.config.places import options_below, search_path, version
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError, one_line
 from sparsepretrain.processes import started
@@ -146,7 +146,7 @@ def build(parsed: Overrides) -> tuple[dict[str, Any], dict[str, str]]:
         for group, option in parsed.choices.items()
     ]
     with _composing(parsed) as search:
-        composed = pickle.loads(_from_files((*overrides, search), versions(parsed.path)))
+        composed = pickle.loads(_from_files((*overrides, search), version(parsed.path)))
         choices = dict(composed.hydra.runtime.choices)
         _refuse_late(choices, composed.hydra)
         with open_dict(composed):
@@ -168,7 +168,7 @@ def build(parsed: Overrides) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 @functools.lru_cache(maxsize=128)
-def _from_files(overrides: tuple[str, ...], files: tuple[tuple[str, int, int], ...]) -> bytes:
+def _from_files(overrides: tuple[str, ...], files: str) -> bytes:
     """Compose group choices with Hydra and return the result, pickled: callers change it.
 
     Kept, since the cells and seeds of a table have the same choices and Hydra takes a tenth of a
@@ -176,7 +176,7 @@ def _from_files(overrides: tuple[str, ...], files: tuple[tuple[str, int, int], .
 
     Args:
         overrides: choices and the search path.
-        files: those of the search path, with their versions.
+        files: version of those of the search path.
     """
     import hydra
 

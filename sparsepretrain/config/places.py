@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import os
 from collections.abc import Sequence
@@ -76,30 +77,35 @@ def options_below(path: Sequence[Path]) -> dict[str, dict[str, Path]]:
     }
 
 
-def versions(path: Sequence[Path]) -> tuple[tuple[str, int, int], ...]:
-    """Return each YAML file with its time and size; equal: no file was written in between."""
+def version(path: Sequence[Path]) -> str:
+    """Return a hash of times and sizes of all YAML files; equal: none was written in between."""
     found = []
     for directory in path:
-        for place, _, names in os.walk(directory):
-            for name in names:
-                if name.endswith(".yaml"):
-                    file = os.path.join(place, name)
-                    about = os.stat(file)
-                    found.append((file, about.st_mtime_ns, about.st_size))
-    return tuple(sorted(found))
+        for file in _yaml_files(directory):
+            with contextlib.suppress(FileNotFoundError):  # removed now, or a link to nothing
+                about = file.stat()
+                found.append((str(file), about.st_mtime_ns, about.st_size))
+    return hashlib.sha256(repr(sorted(found)).encode()).hexdigest()
+
+
+def _yaml_files(directory: Path) -> list[Path]:
+    """Return the YAML files of groups; an option may lie one directory deeper.
+
+    Deeper ones are not looked for: a user's directory may have a whole checkout below it.
+    """
+    files = (file for depth in ("", "*/", "*/*/") for file in directory.glob(f"{depth}*.yaml"))
+    return [file for file in files if not file.name.startswith(".")]
 
 
 def _files(directory: Path) -> set[str]:
     """Return ``group/option`` (or ``name`` at the root) of the YAML files in ``directory``.
 
-    An option may lie one directory deeper: ``finetune/glue/mrpc``. Files with a leading underscore
-    are parts of others.
+    An option may be ``finetune/glue/mrpc``. Files with a leading underscore are parts of others.
     """
-    files = [file for depth in ("", "*/", "*/*/") for file in directory.glob(f"{depth}*.yaml")]
     names = {
         file.relative_to(directory).with_suffix("").as_posix()
-        for file in files
-        if not file.name.startswith(("_", "."))
+        for file in _yaml_files(directory)
+        if not file.name.startswith("_")
     }
     if directory == shipped():  # its presets are a directory of the search path themselves
         names = {name for name in names if not name.startswith(f"{PRESETS}/")}

@@ -234,11 +234,12 @@ def collect(name: str, scale: Scale | None, asked: Selection) -> TableResults:
                     key = cell.config, *phases
                     if key not in costs:
                         costs[key] = run_cost(validate(data.config), data.records)
-                    cell.sparse_matmuls = costs[key].sparse_matmuls
-                    cell.flops = costs[key].flops
-                    cell.entries = costs[key].entries
-                    cell.nonzero = costs[key].nonzero
-                    cell.average = costs[key].average
+                    cost = costs[key]
+                    cell.sparse_matmuls = cost.sparse_matmuls
+                    cell.flops = cost.flops
+                    cell.entries = cost.entries
+                    cell.nonzero = cost.nonzero
+                    cell.average = cost.average
         result.seeds = sorted(begun)
         configs = {cell.config: run.config for cell, run in measured if run is not None}
         kept = {cell.config for cell in result.cells} & record.configs.keys()

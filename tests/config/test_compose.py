@@ -169,8 +169,9 @@ def test_plugin_file(tmp_path):
 
 
 def test_an_edited_file_is_read_again(tmp_path):
+    (tmp_path / ".#mine.yaml").symlink_to("nowhere")  # as Emacs locks a file
     for steps in (5, 7, 13):
-        write(tmp_path, experiment___part=f"steps: {steps}\n")  # of the same size
+        write(tmp_path, experiment___part=f"steps: {steps}\n")  # 5 and 7: of one size
         write(tmp_path, experiment__mine=GLOBAL + "defaults: [_part@_global_]\n")
         assert compose(["experiment=mine"], [tmp_path])["steps"] == steps
         changed = compose(["experiment=mine", "steps=2"], [tmp_path])

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity.clock import is_recomputing
-from sparsepretrain.sparsity.engine.equations import Label, parse
+from sparsepretrain.sparsity.engine.equations import product_of
 from sparsepretrain.sparsity.engine.layers import SparseMatmul
 from sparsepretrain.sparsity.engine.operands import LayerOperands
 from sparsepretrain.sparsity.engine.weights import SparseWeight
@@ -386,16 +386,18 @@ def _grouped(read: BankRead, func: Any, args: Sequence[Any], kwargs: Mapping[str
 def _einsum(read: BankRead, func: Any, args: Sequence[Any]) -> Tensor:
     """Multiply by slices of a bank as an equation of two tensors says."""
     text, *operands = args
-    product = _product(read, text, operands)
-    if product is None:
-        result: Tensor = _unless_drawn(read, f"einsum {text!r}", _call(func, args, {}))
-        return result
-    _require_axis(read, product.sums_last, f"einsum {text!r}")
-    if not _needs_slices(read):
-        result = _call(func, args, {})
-        return result
+    name = f"einsum {text!r}"
+    place = 0 if operands[0] is read else 1
+    product = None
+    if sum(isinstance(each, BankRead) for each in operands) == 1:
+        product = product_of(text, [each.dim() for each in operands], place)
+    if product is not None:
+        _require_axis(read, product.sums_last, name)
+    if product is None or not _needs_slices(read):
+        result: Tensor = _call(func, args, {})
+        return _unless_drawn(read, name, result) if product is None else result
     slices, tokens = product.slices, product.tokens
-    x = operands[product.place]
+    x = operands[1 - place]
     sizes = [x.shape[product.x.index(label)] for label in tokens]
     order = [label for label in slices if label in product.x]
     x = x.permute([product.x.index(label) for label in (*order, *tokens, product.summed)])
@@ -413,41 +415,6 @@ def _einsum(read: BankRead, func: Any, args: Sequence[Any]) -> Tensor:
         y = y.sum(gone)
         labels = [label for label in labels if label in product.result]
     return y.permute([labels.index(label) for label in product.result])
-
-
-class Product(NamedTuple):
-    """Equation in which each token is multiplied by slices of a bank."""
-
-    place: int  # of the tokens among the operands
-    x: list[Label]
-    result: list[Label]
-    slices: list[Label]  # all axes of the bank but the last two
-    tokens: list[Label]
-    summed: Label  # of the last two axes of the bank, the one that X has too
-    kept: Label  # the other one
-    sums_last: bool
-
-
-def _product(read: BankRead, text: str, operands: Sequence[Tensor]) -> Product | None:
-    """Return what an equation computes, if it is a matmul of tokens with slices of a bank."""
-    ranks = [each.dim() for each in operands]
-    if text.count(",") != 1 or len(ranks) != 2 or all(isinstance(o, BankRead) for o in operands):
-        return None
-    equation = parse(text, ranks)
-    place = 1 if operands[0] is read else 0
-    x, bank, result = equation.operands[place], equation.operands[1 - place], equation.result
-    # torch refuses other numbers of labels; a label that occurs twice is a diagonal
-    if [len({*x}), len({*bank})] != [ranks[place], ranks[1 - place]]:
-        return None
-    *slices, row, column = bank
-    sums_last = column in x
-    summed, kept = (column, row) if sums_last else (row, column)
-    tokens = [label for label in x if label not in bank]
-    is_matmul = summed in x and summed not in result and kept in result and kept not in x
-    # a slice that neither X nor the result tells apart would be a sum of weights
-    if not is_matmul or not {*tokens} <= {*result} or not {*slices} <= {*x, *result}:
-        return None
-    return Product(place, x, result, slices, tokens, summed, kept, sums_last)
 
 
 def _require_axis(read: BankRead, last: bool, name: str) -> None:
