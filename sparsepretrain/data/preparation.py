@@ -32,7 +32,15 @@ from sparsepretrain.data.encoding import (
     open_codec,
 )
 from sparsepretrain.data.formats import FORMATS, raw_targets
-from sparsepretrain.data.source import SPLITS, TRAIN, VALIDATION, Document, Shard, Source
+from sparsepretrain.data.source import (
+    SPLITS,
+    TRAIN,
+    VALIDATION,
+    Document,
+    GeneratedSource,
+    Shard,
+    Source,
+)
 from sparsepretrain.data.tokens import (
     BOUND,
     MANIFEST,
@@ -136,6 +144,19 @@ def load(options: Any, *, on_progress: OnProgress | None = None) -> TokenData:
         if (directory / MANIFEST).is_file():
             raise
         raise DataError(source.missing()) from None
+
+
+def require_prepared(options: Any) -> None:
+    """Refuse data that :func:`load` would not find and may not prepare, without reading any.
+
+    Raises:
+        DataError: prepared data, or a local file, is missing.
+    """
+    if issubclass(registry.get("source", options.source), GeneratedSource):
+        return
+    source, directory = _locate(options)
+    if not source.offline and not (directory / MANIFEST).is_file():
+        raise DataError(source.missing())
 
 
 def _refuse_same_splits(options: Any) -> None:

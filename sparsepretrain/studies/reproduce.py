@@ -9,8 +9,9 @@ from functools import partial
 from sparsepretrain.config.compose import shell_line
 from sparsepretrain.config.schema import Run
 from sparsepretrain.console import Console
+from sparsepretrain.data.preparation import require_prepared
 from sparsepretrain.errors import ConfigError, DataError, DivergedError, SparsePretrainError, needs
-from sparsepretrain.runs import checkpoint
+from sparsepretrain.runs import checkpoint, weights
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.studies import stages
 from sparsepretrain.studies.cells import Cell, Part, Selection, stage_words
@@ -207,6 +208,11 @@ def study_of(
 
     On this machine ``jobs`` are trained at a time; None: what fits the GPUs, or one. ``later``: see
     :class:`~sparsepretrain.studies.submission.Submission`.
+
+    Raises:
+        ConfigError: settings that do not fit the launcher, the GPUs or the disk of this machine.
+        CheckpointError, DataError: initial weights or data of a run on this machine are missing;
+            a job of a cluster may find them where it runs.
     """
     title = " + ".join(dict.fromkeys(part.name for part in found))
     if isinstance(launcher, Progress):
@@ -230,8 +236,31 @@ def study_of(
         if devices and most > len(devices):
             text = f"expected at most {len(devices)} GPUs, got {most}"
             raise ConfigError(f"parallel.nproc: {text}; lower it, or use --commands")
+    _require_inputs(runs)
     fitting = len(devices) // min(filter(None, needed), default=1)
     return Study(title, console, jobs=jobs or max(1, fitting), devices=devices)
+
+
+def _require_inputs(runs: Sequence[Run]) -> None:
+    """Say once, before the first run, what this machine lacks: each run would end with it."""
+    # a run that continues has its weights
+    new = [run for run in runs if not checkpoint.saved(RunDirectory.of(run).checkpoints)]
+    for path in dict.fromkeys(run.init.path for run in new if run.init.path):
+        weights.find(path)
+    problems = []
+    for options in {repr(run.data): run.data for run in runs}.values():
+        try:
+            require_prepared(options)
+        except DataError as error:
+            problems += error.messages
+    if problems:
+        raise DataError("; ".join(problems))
+    for folder in dict.fromkeys(RunDirectory.of(run).path.parent for run in runs):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            text = f"directory {folder} is not writable ({error.strerror}): set runs_dir=DIR"
+            raise ConfigError(text) from error
 
 
 def _check_ranks(found: Sequence[Part]) -> None:

@@ -71,7 +71,7 @@ class Tables:
 
     def words(self, *words: str) -> list[str]:
         runs = f"runs_dir='{self.tiny.root / 'runs'}'"
-        return ["reproduce", *words, "--config-dir", str(self.root), runs]
+        return ["reproduce", words[0], "--config-dir", str(self.root), runs, *words[1:]]
 
     def __call__(self, *words: str) -> int:
         return cli.main(self.words(*words))

@@ -50,6 +50,51 @@ def test_table_runs_stop_early_and_continue(tables, in_process, capsys):
     assert_same_run(tables.runs()[1], expected.directory)
 
 
+def test_what_all_runs_lack_is_one_line_before_the_first(tables, in_process, capsys):
+    absent = tables.tiny.root / "absent"
+    own = [word for word in tables.tiny.overrides()[:-1] if not word.startswith("data")]
+    wheels = "python_wheels is not prepared: run `sparsepretrain prepare data=python_wheels`"
+    wiki = "wikitext2 is not prepared: run `sparsepretrain prepare data=wikitext2"
+    bytes_of_wiki = ["data=wikitext2", "data.tokenizer=bytes"]
+    for words, code, why in (
+        (["data=python_wheels"], 3, wheels),
+        (["data=text_files", f"data.files=['{absent}']"], 3, str(absent)),
+        (bytes_of_wiki, 3, wiki),
+        ([f"init.path='{absent}'", "data=python_wheels"], 4, str(absent)),
+    ):
+        tables.write("one", nano={"overrides": own})
+        assert tables("one", *words) == code
+        assert why in said_once(capsys)
+        assert not (tables.tiny.root / "runs").exists()
+    (tables.tiny.root / "file").touch()
+    assert tables("small", f"runs_dir='{tables.tiny.root / 'file'}'") == 2
+    assert "set runs_dir=DIR" in said_once(capsys)
+    rows = {"dense": ["data=python_wheels"], "b": bytes_of_wiki}
+    tables.write("two", nano={"overrides": own}, rows=rows)
+    assert tables("two") == 3
+    line = said_once(capsys)
+    assert line.count(wheels) == line.count(wiki) == 1
+
+
+def said_once(capsys):
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert line.startswith("sparsepretrain: ") and "to run" not in out
+    return line
+
+
+def test_a_study_continues_without_the_initial_weights(tables, in_process, capsys):
+    """They were read once; a run that has not begun needs them."""
+    first = tables.tiny.train("sparsity=dense", "name=first").directory
+    words = (f"init.path='{first}'", "--only", "dense")
+    assert tables("small", "--seeds", "1", "--stop-after", "2", *words) == 0
+    first.rename(first.with_name("moved"))
+    assert tables("small", "--seeds", "1", *words) == 0
+    capsys.readouterr()
+    assert tables("small", "--seeds", "2", *words) == 4
+    assert str(first) in said_once(capsys)
+
+
 def test_failing_cell_exits_with_1_and_is_retried(tables, in_process, capsys):
     tables.write(rows={"bad": ["optim.lr=1e30"], "dense": ["sparsity=dense"]})
     assert tables("small", "--seeds", "1") == 1
