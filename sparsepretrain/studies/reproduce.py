@@ -211,24 +211,27 @@ def study_of(
 
     Raises:
         ConfigError: settings that do not fit the launcher, the GPUs or the disk of this machine.
-        CheckpointError, DataError: initial weights or data of a run on this machine are missing;
-            a job of a cluster may find them where it runs.
+        CheckpointError: initial weights of a run on this machine are missing.
+        DataError: data of a run on this machine are missing. A job of a cluster may find both
+            where it runs.
     """
     title = " + ".join(dict.fromkeys(part.name for part in found))
     if isinstance(launcher, Progress):
         return launcher
+    runs = [
+        c.run for part in found for c in part.cells if not _end_is_saved(c.run, part.stop_after)
+    ]
     if isinstance(launcher, SlurmQueueConf | LocalQueueConf):
         if jobs is not None:
             raise ConfigError(
                 "--jobs is for this machine: give hydra.launcher.array_parallelism=N for jobs"
             )
         _check_ranks(found)
+        if isinstance(launcher, LocalQueueConf):
+            _require_inputs(runs)
         # one list of jobs in runs_dir: a table can be run alone or with others
         runs_dir = RunDirectory.of(found[0].cells[0].run).path.parents[2]
         return Submission(title, console, launcher, runs_dir, found, later)
-    runs = [
-        c.run for part in found for c in part.cells if not _end_is_saved(c.run, part.stop_after)
-    ]
     needed = [StudyCell("", run).devices for run in runs]
     devices: list[str] = []
     if most := max(needed, default=0):  # without remaining work torch is not imported
@@ -243,8 +246,12 @@ def study_of(
 
 def _require_inputs(runs: Sequence[Run]) -> None:
     """Say once, before the first run, what this machine lacks: each run would end with it."""
-    # a run that continues has its weights
-    new = [run for run in runs if not checkpoint.saved(RunDirectory.of(run).checkpoints)]
+    # a run that continues has its weights in a checkpoint
+    new = [
+        run
+        for run in runs
+        if run.resume == "never" or not checkpoint.saved(RunDirectory.of(run).checkpoints)
+    ]
     for path in dict.fromkeys(run.init.path for run in new if run.init.path):
         weights.find(path)
     problems = []

@@ -58,6 +58,7 @@ def test_what_all_runs_lack_is_one_line_before_the_first(tables, in_process, cap
     bytes_of_wiki = ["data=wikitext2", "data.tokenizer=bytes"]
     for words, code, why in (
         (["data=python_wheels"], 3, wheels),
+        (["data=python_wheels", "hydra/launcher=submitit_local"], 3, wheels),
         (["data=text_files", f"data.files=['{absent}']"], 3, str(absent)),
         (bytes_of_wiki, 3, wiki),
         ([f"init.path='{absent}'", "data=python_wheels"], 4, str(absent)),
@@ -91,8 +92,9 @@ def test_a_study_continues_without_the_initial_weights(tables, in_process, capsy
     first.rename(first.with_name("moved"))
     assert tables("small", "--seeds", "1", *words) == 0
     capsys.readouterr()
-    assert tables("small", "--seeds", "2", *words) == 4
-    assert str(first) in said_once(capsys)
+    for again in (("--seeds", "2"), ("--seeds", "1", "resume=never")):
+        assert tables("small", *again, *words) == 4
+        assert str(first) in said_once(capsys)
 
 
 def test_failing_cell_exits_with_1_and_is_retried(tables, in_process, capsys):
