@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sparsepretrain.config import freeze
@@ -78,16 +78,32 @@ def _by_value(values: Mapping[str, Any], results: TableResults) -> str:
 
 
 def _named(places: Sequence[str], results: TableResults) -> str:
-    """Return names of cells, or those of whole rows or columns."""
-    for axis in ("row", "column"):
-        cells: dict[str, set[str]] = {}
-        for cell in results.cells:
-            cells.setdefault(getattr(cell, axis), set()).add(cell.name)
-        whole = [label for label, members in cells.items() if label and members <= set(places)]
-        if set().union(*(cells[label] for label in whole)) == set(places):
-            places = whole
-            break
-    return ", ".join(f'"{name}"' if "," in name else name for name in places)
+    """Return names of cells, or of whole rows or columns, or of these except some of the other.
+
+    Cells that have not begun do not count.
+    """
+    begun = [cell for cell in results.cells if cell.config in results.configs]
+    texts = []
+    for axis, other in (("row", "column"), ("column", "row")):
+        groups: dict[str, dict[str, str]] = {}
+        for cell in begun:
+            groups.setdefault(getattr(cell, axis), {})[cell.name] = getattr(cell, other)
+        mostly = {
+            label: cells
+            for label, cells in groups.items()
+            if label and 2 * len(cells.keys() & set(places)) > len(cells)
+        }
+        pairs = [pair for cells in mostly.values() for pair in cells.items()]
+        exceptions = dict.fromkeys(label for name, label in pairs if name not in places)
+        if {name for name, label in pairs if label not in exceptions} == set(places):
+            if not exceptions:
+                return _quoted(mostly)
+            texts.append(f"{_quoted(mostly)} except {_quoted(exceptions)}")
+    return min([*texts, _quoted(places)], key=len)
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f'"{name}"' if "," in name else name for name in names)
 
 
 def _pairs(values: Mapping[str, Any], *, zeros: bool) -> list[str]:

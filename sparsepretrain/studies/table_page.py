@@ -174,7 +174,7 @@ def _ran(page: Page, results: TableResults, table: Table, mark: str) -> None:
         page.lines += [f"{mark} What ran", "", *markdown_table(("setting", "value"), ran), ""]
     if results.tuning:
         page.lines += [f"{mark} Tuning", "", *_tuned(results, table), ""]
-    page.lines += [f"{mark} Pairing", "", *_pairing(results), ""]
+    page.lines += [f"{mark} Pairing", "", *_pairing(results, table), ""]
     if table.settings:
         at_paper = results.scale == "paper"
         title = "Settings of the paper" if at_paper else "Reasons for the settings"
@@ -279,15 +279,18 @@ def _numbers(results: TableResults, table: Table, key: str) -> list[str]:
         header += ["2:4 matmuls per layer", "FLOPs, %"]
     rows = []
     empty = False
+    unwanted: dict[str, list[str]] = {}
     for row, column, why in table_cells(table, scale):
         at = cell_name(row, column)
         mean = claims.difference(values, row, column, None)
-        line = [row, *([column] if table.columns else [])]
-        if sources:
-            texts = [_published(s, metric, row, column, mean, scale) for s in sources]
-            line.append("; ".join(filter(None, texts)) or "–")
-            empty |= not any(texts)
+        texts = [_published(s, metric, row, column, mean, scale) for s in sources]
+        if why and not mean.n and not any(texts):
+            unwanted.setdefault(why, []).append(at)
+            continue
+        empty |= bool(texts) and not any(texts)
         total = sum(cell.name == at for cell in results.cells)
+        line = [row, *([column] if table.columns else [])]
+        line += ["; ".join(filter(None, texts)) or "–"] if sources else []
         line += [_mean(mean, digits) if mean.n else f"not run: {why}" if why else "–"]
         line += [f"{mean.n} of {total}" if total else "0"]
         if reference:
@@ -310,6 +313,9 @@ def _numbers(results: TableResults, table: Table, key: str) -> list[str]:
         lines += ["", *_sources(sources, empty=empty)]
     if gaps:
         lines += ["", "Without a number: " + "; ".join(f"{at}: {w}" for at, w in gaps.items())]
+    if unwanted:
+        lines += ["", "Not run:", ""]
+        lines += [f"- {'; '.join(cells)}: {why}." for why, cells in unwanted.items()]
     return lines
 
 
@@ -421,8 +427,8 @@ def _mean(d: Difference, digits: int, sign: str = "") -> str:
     return f"{d.mean:{sign}.{digits}f}{text}"
 
 
-def _pairing(results: TableResults) -> list[str]:
-    """Check that runs of a seed share initial weights, data order and evaluation."""
+def _pairing(results: TableResults, table: Table) -> list[str]:
+    """Check that runs of a seed share initial weights, data order, evaluation and hardware."""
     lines = []
     equal = []
     for name in SHARED:
@@ -448,7 +454,26 @@ def _pairing(results: TableResults) -> list[str]:
             lines.append(f"- {label}: not recorded by {unknown} runs.")
     if equal:
         lines.insert(0, f"- Equal within each seed and setting: {', '.join(equal)}.")
+    # percentages compare a run with one of its own column, and only they are compared further
+    within = all(metric.percent_of for metric in table.metrics.values())
+    machines: dict[tuple[str, int], dict[str, list[str]]] = {}
+    for cell in results.cells:
+        if cell.hardware:
+            ran = machines.setdefault((cell.column if within else "", cell.seed), {})
+            ran.setdefault(cell.hardware, []).append(cell.name)
+    differing = [
+        f"seed {seed}: {_by_machine(ran)}" for (_, seed), ran in machines.items() if len(ran) > 1
+    ]
+    if differing:
+        lines.append(f"- Hardware differs, and rounding with it: {'; '.join(differing)}.")
     return lines or ["Nothing was run."]
+
+
+def _by_machine(machines: Mapping[str, Sequence[str]]) -> str:
+    """Return cells with their machine; most of what is compared has the last one."""
+    *few, most = sorted(machines, key=lambda machine: len(machines[machine]))
+    named = [f"{', '.join(machines[machine])} on {machine}" for machine in few]
+    return " ≠ ".join([*named, f"what they are compared with on {most}"])
 
 
 def _settings(table: Table, *, values: bool) -> list[str]:

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from sparsepretrain.studies.results import CellResult, TableResults
-from sparsepretrain.studies.tables import load_table
+from sparsepretrain.studies.results import CellResult, TableResults, read_record
+from sparsepretrain.studies.tables import cell_name, load_table
 from support import ROOT
 
 spec = importlib.util.spec_from_file_location("scaling_rates", ROOT / "scripts/scaling_rates.py")
@@ -107,3 +107,23 @@ def test_rates_are_rounded_to_powers_of_the_root_of_two():
         8e-3,
         1.1e-2,
     ]
+
+
+def test_the_note_on_transferred_rates_has_the_numbers_of_the_record():
+    losses = read_record(ROOT / "results/records/scaling_lm_transfer.json.gz").values("loss")
+
+    def percent(row, column):
+        (of_rate,) = losses[cell_name(row, column)].values()
+        (transferred,) = losses[cell_name(row, "as transferred")].values()
+        return f"{abs(100 * (of_rate / transferred - 1)):.1f}", of_rate > transferred
+
+    twice, half = (
+        [percent(row, column) for row in ("dense", "SR-STE")] for column in ("twice", "half")
+    )
+    assert [raised for _, raised in (*twice, *half)] == [False, True, True, True]
+    expected = (
+        f"twice the rate lowers the loss of dense by {twice[0][0]} % and raises that of SR-STE by "
+        f"{twice[1][0]} %, half the rate raises both, by {half[0][0]} and {half[1][0]} %."
+    )
+    (note,) = [note for note in load_table("scaling_lm").notes if "scaling_lm_transfer" in note]
+    assert note.endswith(expected)

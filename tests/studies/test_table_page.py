@@ -176,6 +176,92 @@ def test_what_ran_follows_the_configurations(results, table):
     assert "| `optim.lr` | 0.5 (all others); 0.25 (sste) |" in page
 
 
+def cell_of(row, column, config, seed=0, hardware="A"):
+    return CellResult(
+        row=row, column=column, seed=seed, state="finished", config=config, hardware=hardware
+    )
+
+
+def settings_line(places, cells):
+    """Text of a setting that is 1 at ``places`` and another number at each other cell."""
+    configs = {}
+    for index, cell in enumerate(cell for cell in cells if cell.config):
+        value = 1 if cell.name in places else index + 2
+        configs[cell.config] = json.dumps(
+            {"clip": value, "sparsity": {"name": "ste", "n": 2, "m": 4}, "model": {"name": "tiny"}}
+        )
+    part = TableResults(name="t", scale="nano", seeds=[0], cells=cells, configs=configs)
+    text = dict(what_ran(part))["`clip`"]
+    return re.search(r"(?:^|; )1 \((.*?)\)(?:;|$)", text)[1]
+
+
+@pytest.mark.parametrize(
+    ("places", "named"),
+    [
+        (["a @ 5", "a @ 20", "a @ 80"], "a"),
+        (["a @ 5", "b @ 5", "c @ 5"], "5"),
+        (["a @ 5", "a @ 20", "a @ 80", "b @ 5", "b @ 20", "b @ 80"], "all others"),
+        (["a @ 5", "b @ 5"], "5 except c"),
+        (["a @ 5", "b @ 5", "a @ 20", "b @ 20"], "a, b except 80"),
+        (["a @ 5", "b @ 20"], "a @ 5, b @ 20"),
+        (["c @ 80"], "c @ 80"),
+    ],
+)
+def test_cells_with_one_value_are_named_shortly(places, named):
+    cells = [cell_of(row, column, row + column) for row in "abc" for column in ("5", "20", "80")]
+    assert settings_line(places, cells) == named
+
+
+def test_a_row_whose_other_cells_have_not_begun_is_named_as_a_row():
+    cells = [cell_of(row, column, row + column) for row in "abc" for column in ("5", "20", "80")]
+    begun = [cell for cell in cells if cell.name != "a @ 80"]
+    missing = dataclasses.replace(cells[2], state="missing", config="")
+    assert settings_line(["a @ 5", "a @ 20"], [*begun, missing]) == "a"
+
+
+def test_cells_that_a_scale_leaves_out_are_below_the_table(results, table):
+    scale = table.scales["nano"]
+    scale = dataclasses.replace(scale, without={"ste": "takes too long", "half": "too narrow"})
+    changed = dataclasses.replace(table, scales={**table.scales, "nano": scale})
+    few = copy.deepcopy(results)
+    few.cells = [cell for cell in few.cells if cell.row not in ("ste", "half")]
+    page = render(few, {"three": changed}).markdown
+    assert "- ste: takes too long." in page and "- half: too narrow." in page
+    numbers = page[page.index("## Validation loss") : page.index("## Verdicts")]
+    assert "| sste |" in numbers and "| ste |" not in numbers and "| half |" not in numbers
+
+
+def test_a_number_of_a_cell_that_a_scale_leaves_out_stays_in_the_table(results, table):
+    scale = dataclasses.replace(table.scales["nano"], without={"ste": "takes too long"})
+    changed = dataclasses.replace(table, scales={**table.scales, "nano": scale})
+    assert "| ste | " in render(results, {"three": changed}).markdown
+
+
+def test_the_page_names_what_ran_on_another_machine(results, table):
+    line = "- Hardware differs, and rounding with it: seed "
+    assert line not in render(results, {"three": table}).markdown
+    changed = copy.deepcopy(results)
+    (cell,) = [c for c in changed.cells if (c.row, c.seed) == ("ste", changed.seeds[1])]
+    cell.hardware = "device another CPU"
+    page = render(changed, {"three": table}).markdown
+    expected = "ste on device another CPU ≠ what they are compared with on device a CPU."
+    assert f"{line}{changed.seeds[1]}: {expected}" in page
+
+
+@pytest.mark.parametrize("percent", [True, False])
+def test_columns_may_differ_in_hardware_if_they_are_compared_in_percent_of_their_own(percent):
+    cells = [
+        cell_of(row, column, row + column, hardware=column)
+        for row in ("dense", "ste")
+        for column in ("5", "20")
+    ]
+    metric = Metric(label="loss", key="loss", percent_of="dense" if percent else None)
+    table = Table(title="t", metrics={"loss": metric})
+    part = TableResults(name="t", scale="nano", seeds=[0], cells=cells)
+    found = [line for line in table_page._pairing(part, table) if "Hardware differs" in line]
+    assert bool(found) is not percent
+
+
 def test_unfinished_runs_are_one_line(results, table):
     changed = copy.deepcopy(results)
     for cell in changed.cells:
@@ -320,11 +406,15 @@ def printed_settings(lines: list[tuple[str, str]], cells) -> dict[str, dict[str,
     """Read the block "What ran" back: for each cell the printed text of each key."""
     printed: dict[str, dict[str, str]] = {cell.name: {} for cell in cells}
 
-    def named(text):
-        names = [name.strip() for name in split_names(text)]
-        chosen = {c.name for c in cells if {c.name, c.row, c.column} & set(names)}
+    def any_of(text):
+        names = {name.strip() for name in split_names(text)}
+        chosen = {c.name for c in cells if {c.name, c.row, c.column} & names}
         assert chosen, text
         return chosen
+
+    def named(text):
+        names, _, exceptions = text.partition(" except ")
+        return any_of(names) - (any_of(exceptions) if exceptions else set())
 
     def keep(names, key, text):
         for name in names:
