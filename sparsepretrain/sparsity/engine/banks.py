@@ -391,11 +391,14 @@ def _einsum(read: BankRead, func: Any, args: Sequence[Any]) -> Tensor:
     product = None
     if sum(isinstance(each, BankRead) for each in operands) == 1:
         product = product_of(text, [each.dim() for each in operands], place)
-    if product is not None:
-        _require_axis(read, product.sums_last, name)
-    if product is None or not _needs_slices(read):
-        result: Tensor = _call(func, args, {})
-        return _unless_drawn(read, name, result) if product is None else result
+    result: Tensor
+    if product is None:
+        result = _unless_drawn(read, name, _call(func, args, {}))
+        return result
+    _require_axis(read, product.sums_last, name)
+    if not _needs_slices(read):
+        result = _call(func, args, {})
+        return result
     slices, tokens = product.slices, product.tokens
     x = operands[1 - place]
     sizes = [x.shape[product.x.index(label)] for label in tokens]
