@@ -121,13 +121,18 @@ class StepAdamW(Optimizer):
         """Threshold of :attr:`window_mean`: eps of the sparse parameters."""
         groups = self.param_groups
         sparse = (g for g in groups if any(id(p) in self._sparse for p in g["params"]))
-        return float(next(sparse)["eps"])
+        return float(next(sparse, groups[0])["eps"])  # the first group: all are frozen
 
     def mark_sparse(self, params: Iterable[Tensor]) -> None:
-        """Set the parameters whose second moments are monitored and frozen."""
+        """Set the parameters whose second moments are monitored and frozen.
+
+        Parameters that are not trained may join the optimizer later.
+        """
+        params = list(params)
         marked = {id(p) for p in params}
         groups = [g for g in self.param_groups if any(id(p) in marked for p in g["params"])]
-        if not marked <= {id(p) for g in groups for p in g["params"]}:
+        held = {id(p) for g in groups for p in g["params"]}
+        if any(p.requires_grad and id(p) not in held for p in params):
             raise ConfigError("StepAdamW: a sparse parameter is not in the optimizer")
         if len({(g["eps"], g["betas"][1]) for g in groups}) > 1:
             raise ConfigError("StepAdamW: sparse parameters must share eps and beta2")

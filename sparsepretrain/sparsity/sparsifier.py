@@ -209,7 +209,6 @@ class Sparsifier:
         """
         self._require_sparse()
         attached = self._state.attachment.optimizer
-        require_own_weights(self.layers)
         require_unshared(self._state.root, self.layers)
         require_known(self._state.root)
         if mask_adapters:
@@ -252,7 +251,13 @@ class Sparsifier:
     def hook(self, optimizer: Optimizer, *, only_finite: bool) -> None:
         """Register the hooks on the optimizer that holds the sparse weights, without checks."""
         steps = self.steps
-        self._state.attachment.attach(optimizer, steps.before, steps.after, only_finite=only_finite)
+        self._state.attachment.attach(
+            optimizer,
+            steps.before,
+            steps.after,
+            loaded=steps.optimizer_was_loaded if steps.follows_optimizer else None,
+            only_finite=only_finite,
+        )
 
     def prepare_sharding(self) -> None:
         """Let FSDP2 gather operands in the dtype of the matmuls; call this before ``fully_shard``.
@@ -708,3 +713,4 @@ class Sparsifier:
         if self._densified:
             raise ConfigError("the model was densified: call sparsify again for a new sparsifier")
         require_present(self._state.root, self.layers)
+        require_own_weights(self.layers)

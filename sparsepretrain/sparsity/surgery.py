@@ -18,12 +18,12 @@ from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.kernels import widen
 from sparsepretrain.sparsity.engine.banks import SparseBank
 from sparsepretrain.sparsity.engine.data_parallel import refuse_wrapped
-from sparsepretrain.sparsity.engine.layer_classes import replacement_of
+from sparsepretrain.sparsity.engine.layer_classes import replacement_of, require_free_names
 from sparsepretrain.sparsity.engine.model_state import ModelState
 from sparsepretrain.sparsity.engine.operands import LayerOperands
 from sparsepretrain.sparsity.engine.own_forwards import read_attributes
 from sparsepretrain.sparsity.engine.sharing import require_unshared
-from sparsepretrain.sparsity.engine.steps import require_known
+from sparsepretrain.sparsity.engine.steps import require_known, require_own_weights
 from sparsepretrain.sparsity.engine.weights import SparseWeight
 from sparsepretrain.sparsity.fsdp.rows import ALL_ROWS, BankRows, Rows
 from sparsepretrain.sparsity.layer_state import LayerState
@@ -92,7 +92,8 @@ def sparsify(
         ConfigError: an argument has the wrong type; method or option is unknown, or a value is out
             of range; a glob matches no layer, or decides none; a layer is sparse already, shares
             its weight, or has a width that is no multiple of M; ``model`` is a layer; weights are
-            sharded (DTensor); no layer supports the requested sparse or fp8 matmuls.
+            sharded (DTensor); no layer supports the requested sparse or fp8 matmuls; the model was
+            compiled before. ``model`` is then as it was.
     """
     targets, exclude = ([x] if isinstance(x, str) else x for x in (targets, exclude))
 
@@ -149,6 +150,11 @@ def sparsify_with(
             "sparsify was called in torch.inference_mode(), whose tensors cannot be trained: call "
             "it outside"
         )
+    if hasattr(model, "_orig_mod"):
+        raise ConfigError(
+            "sparsify was given the result of torch.compile: call it with the model, and compile "
+            "the sparse model afterwards"
+        )
     formats = precision_of(precision)
     policy = sparse_matmul_policy(sparse_matmuls)
     cls: type[Method] = registry.get("method", options.name)
@@ -169,6 +175,9 @@ def sparsify_with(
     methods = _methods_by_layer(assigned, method)
     layers = {name: layers[name] for name in methods}
     check_shapes(layers, methods, options.m)
+    for name, layer in layers.items():
+        if not isinstance(layer, SparseBank):
+            require_free_names(name, layer)
     device = next(iter(layers.values())).weight.device
     later = device.type == "cpu" and torch.cuda.is_available()  # the model may move there
     trains_on = torch.device("cuda", torch.cuda.current_device()) if later else device
@@ -189,37 +198,28 @@ def sparsify_with(
     state.dense_by_pattern = tuple(name for name in assigned if name not in methods)
     # keys of draws: layers that were made sparse before have the first numbers
     first = sum(isinstance(module, SparseWeight) for module in model.modules())
-    for index, (name, layer) in enumerate(layers.items(), first):
-        method = methods[name]
-        is_bank = isinstance(layer, SparseBank)
-        weight = layer.weight.detach()
-        rows: Rows = BankRows(weight.shape) if is_bank else ALL_ROWS
-        size = _size_of(layer, weight.device)
-        slice_rows = weight.shape[-2] if is_bank else None
-        weight = rows.local(weight)
-        layer_state = LayerState(state.clock, name, index, weight, size.dim, slice_rows)
-        with torch.no_grad():
-            layer_state.add_tensors(method.initial_state(widen(weight), layer_state))
-            if method.schedule.start == 0:
-                method.update_(widen(weight), layer_state)
-        if layer_state._parameters and not state.operands:
-            try:
-                refuse_wrapped(model, options.name)
-            except ConfigError:
-                state.release((), set())  # no layer has changed so far
-                raise
-        matmuls = LayerMatmuls(method, formats, policy, size)
+    try:
+        begun = {
+            name: _begin_operands(state, name, layer, methods[name], index)
+            for index, (name, layer) in enumerate(layers.items(), first)
+        }
+        if any(operands.state._parameters for operands in begun.values()):
+            refuse_wrapped(model, options.name)
+    except BaseException:
+        state.release((), set())  # no layer has changed so far
+        raise
+    for name, operands in begun.items():
+        layer = layers[name]
         # the object stays: references, hooks and second names keep working
-        if is_bank:
+        if isinstance(layer, SparseBank):
             layer.install()
         else:
             fixed = read_attributes(layer)
             layer.__class__ = replacement_of(layer)
             if fixed:
                 layer.fixed_attributes = fixed
-        layer.add_module("sparsity", layer_state)
-        layer.operands = LayerOperands(method, layer_state, matmuls)
-        layer.operands.rows = rows
+        layer.add_module("sparsity", operands.state)
+        layer.operands = operands
         layer.operands.note_source(layer.weight)
         layer.sparse_model = state
         state.operands.append(layer.operands)
@@ -233,6 +233,36 @@ def sparsify_with(
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in trained)
     return Sparsifier(state)
+
+
+def _begin_operands(
+    model: ModelState, name: str, layer: Any, method: Method, index: int
+) -> LayerOperands:
+    """Return the operands of a layer or bank with their initial state; the layer stays as it is.
+
+    Args:
+        model: state that all layers share.
+        name: of the layer.
+        layer: is not sparse yet.
+        method: of this layer.
+        index: position among the sparse layers of the model, part of the keys of its draws.
+    """
+    is_bank = isinstance(layer, SparseBank)
+    weight = layer.weight.detach()
+    rows: Rows = BankRows(weight.shape) if is_bank else ALL_ROWS
+    size = _size_of(layer, weight.device)
+    slice_rows = weight.shape[-2] if is_bank else None
+    weight = rows.local(weight)
+    state = LayerState(model.clock, name, index, weight, size.dim, slice_rows)
+    with torch.no_grad():
+        state.add_tensors(method.initial_state(widen(weight), state))
+        if method.schedule.start == 0:
+            method.update_(widen(weight), state)
+    operands = LayerOperands(
+        method, state, LayerMatmuls(method, model.precision, model.policy, size)
+    )
+    operands.rows = rows
+    return operands
 
 
 def _methods_by_layer(assigned: Mapping[str, Pattern | None], method: Method) -> dict[str, Method]:
@@ -300,13 +330,14 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
 
     Raises:
         ConfigError: ``model`` is not a module, it is sharded, sparse layers were replaced, or their
-            weights were tied to others.
+            weights were tied to others or are computed from others, as by weight_norm.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {_show(model)}")
     named = {n: module for n, module in model.named_modules() if isinstance(module, SparseWeight)}
     layers = [*named.values()]
     states = {layer.sparse_model for layer in layers}
+    require_own_weights(named)
     require_unshared(model, named)
     require_known(model)
     if any(layer.operands.rows.is_sharded for layer in layers):

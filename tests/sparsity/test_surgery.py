@@ -10,11 +10,11 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 
 import sparsepretrain as sp
 from sparsepretrain import registry
-from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain.errors import CheckpointError, ConfigError, SparsePretrainWarning
 from sparsepretrain.kernels import nm_mask
 from sparsepretrain.sparsity.engine.layer_classes import sparse_class
 from sparsepretrain.sparsity.engine.layers import SparseLayer
@@ -691,6 +691,139 @@ def test_layers_are_called_with_the_keyword_of_torch(linear):
     sp.sparsify(model, "ste", targets=["*"])
     x = draw(*((8, 8) if linear else (1, 8, 4, 4)), dtype=torch.float32)
     assert torch.equal(layer(input=x), layer(x))
+
+
+def test_a_compiled_model_is_refused_and_stays_as_it_was():
+    compiled = torch.compile(Net(), backend="eager")
+    before = list(compiled.state_dict())
+    with pytest.raises(ConfigError, match="compile the sparse model afterwards"):
+        sparsify(compiled, "ste")
+    assert list(compiled.state_dict()) == before and not compiled._forward_pre_hooks
+    compiled(draw(8, 16))
+
+
+class HasSparsity(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.sparsity = 0.5
+
+
+class HasGeometry(nn.Linear):
+    def geometry(self):
+        return self.weight.shape
+
+
+@pytest.mark.parametrize(("cls", "name"), [(HasSparsity, "sparsity"), (HasGeometry, "geometry")])
+def test_names_that_sparse_layers_use_are_refused(cls, name):
+    model = nn.Sequential(nn.Linear(16, 16), cls(16, 32))
+    with pytest.raises(
+        ConfigError, match=rf"layer '1' \({cls.__name__}\) has an attribute '{name}'"
+    ):
+        sp.sparsify(model, "ste", targets=["*"])
+    assert untouched(model)
+    sp.sparsify(model, "ste", targets=["*"], exclude=["1"])
+
+
+def untouched(model):
+    kinds = [type(layer) for layer in model]
+    names = {name.rpartition(".")[2] for name in model.state_dict()}
+    return SparseLayer not in kinds and names == {"weight", "bias"} and not model._forward_pre_hooks
+
+
+def test_a_method_that_fails_at_a_layer_leaves_all_as_they_were(monkeypatch):
+    """Such as a method of one's own, or memory that is not enough."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 32))
+    initial = registry.get("method", "sste").initial_state
+
+    def fails(self, weight, state):
+        if state.layer_name == "1":
+            raise MemoryError("no memory")
+        return initial(self, weight, state)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(registry.get("method", "sste"), "initial_state", fails)
+        with pytest.raises(MemoryError):
+            sp.sparsify(model, "sste", targets=["*"])
+    assert untouched(model) and type(model[0]) is nn.Linear
+    sp.sparsify(model, "sste", targets=["*"])
+
+
+@pytest.mark.parametrize(
+    "use", ["densify", "prove", "dense_state_dict", "metrics", "masks", "refresh"]
+)
+@pytest.mark.parametrize("how", ["weight_norm", "prune"])
+def test_weights_that_are_computed_since_sparsify_are_refused_where_they_are_read(use, how):
+    model = Net()
+    handle = sparsify(model, "ste")
+    if how == "prune":
+        prune.l1_unstructured(model.fc1, "weight", amount=0.3)
+    else:
+        parametrizations.weight_norm(model.fc1)
+    names = list(model.state_dict())
+    with pytest.raises(ConfigError, match="'fc1' is computed from another tensor since sparsify"):
+        sp.densify(model) if use == "densify" else getattr(handle, use)()
+    assert list(model.state_dict()) == names and isinstance(model.fc2, SparseLayer)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("slope", {"adapters": {"rank": 2, "start": 0.0}}), ("ast", {"slorb": 4})],
+)
+def test_branches_of_weights_in_low_precision_run_and_are_folded(method, options, dtype):
+    model = Net().to(dtype)
+    handle = sparsify(model, method, total_steps=10, **options)
+    branch = [*model.fc1.sparsity.parameters(), *model.fc2.sparsity.parameters()]
+    for parameter in branch:
+        nn.init.uniform_(parameter, -0.3, 0.3)
+    x = draw(8, 16).to(dtype)
+    y = model(x)
+    y.square().mean().backward()
+    assert all(parameter.grad.any() for parameter in branch)
+    folded = handle.dense_state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SparsePretrainWarning)
+        sp.densify(model)
+    assert folded["fc1.weight"].dtype == dtype
+    assert torch.equal(folded["fc1.weight"], model.fc1.weight)
+    torch.testing.assert_close(model(x), y, rtol=0.05, atol=0.05)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(16, 16))
+
+    def forward(self, x):
+        return self.mlp(x)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_blocks_may_be_wrapped_after_sparsify():
+    model = nn.Sequential(Block(), nn.Linear(16, 8)).double()
+    sp.sparsify(model, "srste", targets=["*"])
+    model[0] = Wrapper(model[0])
+    handle = sp.sparsifier_of(model)
+    optimizer = attached(handle, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        model(draw(8, 16)).square().mean().backward()
+        optimizer.step()
+    sp.densify(model[1])  # the other layers are attached again
+    model(draw(8, 16)).square().mean().backward()
+    optimizer.step()
+    assert handle.completed_steps == 3 and "flip_rate" in sp.sparsifier_of(model).metrics()
+    model[0].inner.mlp[0] = nn.Linear(16, 16).double()
+    model(draw(8, 16)).square().mean().backward()
+    with pytest.raises(ConfigError, match=r"replaced after sparsify: 0\.mlp\.0"):
+        optimizer.step()
 
 
 def test_sparsify_in_inference_mode_is_refused():

@@ -51,11 +51,27 @@ class Attachment:
         return None if self._optimizer is None else self._optimizer()
 
     def attach(
-        self, optimizer: Optimizer, before: Any, after: Any, *, only_finite: bool = False
+        self,
+        optimizer: Optimizer,
+        before: Any,
+        after: Any,
+        *,
+        loaded: Any = None,
+        only_finite: bool = False,
     ) -> None:
-        """Register two step hooks on ``optimizer``, which :meth:`detach` removes."""
+        """Register hooks on ``optimizer``, which :meth:`detach` removes.
+
+        Args:
+            optimizer: holds the sparse weights.
+            before: called before each step.
+            after: called after each step.
+            loaded: called after ``load_state_dict`` of the optimizer; None: nothing is.
+            only_finite: see :attr:`only_finite`.
+        """
         self.only_finite = only_finite
         self._handles = hook_step(optimizer, before, after)
+        if loaded is not None:
+            self._handles += (optimizer.register_load_state_dict_post_hook(loaded),)
         self._optimizer = ref(optimizer)
         self._detached = False
         self._seen = None

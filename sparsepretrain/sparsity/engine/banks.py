@@ -145,6 +145,14 @@ class SparseBank(SparseWeight):
 
     def read(self) -> Tensor:
         """Return what the module multiplies by, of the shape of the weight: A(W), or W itself."""
+        if torch.compiler.is_compiling():
+            return self._read()
+        # Several parts of a forward share what it reads, and activation checkpointing of the parts
+        # would find more saved tensors in each recomputation than the parts after the first saved.
+        with torch.autograd.graph.saved_tensors_hooks(_with_version, _of_version):
+            return self._read()
+
+    def _read(self) -> Tensor:
         weight = self.weight
         operands = self.operands
         compiling = torch.compiler.is_compiling()
@@ -187,6 +195,22 @@ class SparseBank(SparseWeight):
         return matrix.view(self.weight.shape)
 
 
+def _with_version(tensor: Tensor) -> tuple[Tensor, int]:
+    """Keep a saved tensor, as autograd does without hooks."""
+    kept = tensor.detach()  # the tensor itself may keep its own graph alive
+    return kept, kept._version
+
+
+def _of_version(kept: tuple[Tensor, int]) -> Tensor:
+    tensor, version = kept
+    if tensor._version != version:  # hooks switch torch's own check off
+        raise RuntimeError(
+            "a bank was read by a forward whose backward runs after its weight was modified by an "
+            "in-place operation, such as the step of an optimizer"
+        )
+    return tensor
+
+
 class Source(NamedTuple):
     """A bank as one forward of its module reads it."""
 
@@ -200,6 +224,13 @@ TURNS = ("transpose", "swapaxes", "swapdims", "t", "adjoint", "T", "mT")
 """Functions, and attributes, that exchange both axes of slices."""
 KEEPS = ("to", "type_as", "contiguous", "float", "double", "half", "bfloat16")
 """Functions that keep the shape."""
+PICKS = {
+    "unbind": 1, "select": 1, "narrow": 1, "index_select": 1,
+    "split": 2, "split_with_sizes": 2, "chunk": 2, "tensor_split": 2,
+}  # fmt: skip
+"""Functions that take slices along one axis, and the place of that axis among their arguments.
+
+Iterating over a tensor calls ``unbind``."""
 MATMULS = ("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm")
 GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 """Grouped matmuls: names in two versions of torch, and in transformers."""
@@ -248,7 +279,7 @@ class BankRead(Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             name = _name_of(func)
-            read = next(each for each in (*args, *kwargs.values()) if isinstance(each, cls))
+            read = next(each for each in _leaves((args, kwargs)) if isinstance(each, cls))
             if name in MATMULS:
                 return _matmul(read, name, func, args, kwargs)
             if name in GROUPED:
@@ -256,7 +287,11 @@ class BankRead(Tensor):
             if name == "einsum":
                 return _einsum(read, func, args)
             result = _call(func, args, kwargs)
-            if not isinstance(result, Tensor) or not args or args[0] is not read:
+            if not args or args[0] is not read:
+                return _unless_drawn(read, name, result)
+            if name in PICKS and (axis := _axis(name, args, kwargs)) < read.slices.dim():
+                return read._picked(func, name, axis, args, kwargs, result)
+            if not isinstance(result, Tensor):
                 return _unless_drawn(read, name, result)
             if name == "__getitem__" and _picks_slices(args[1], read.slices.dim()):
                 return cls.of(result, read.source, read.slices[args[1]], read.turned)
@@ -265,6 +300,45 @@ class BankRead(Tensor):
             if name in KEEPS:
                 return cls.of(result, read.source, read.slices, read.turned)
             return _unless_drawn(read, name, result)
+
+    def _picked(
+        self,
+        func: Any,
+        name: str,
+        axis: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Any,
+    ) -> Any:
+        """Return what a function of :data:`PICKS` took, as parts of the bank."""
+        place = PICKS[name]
+        if len(args) > place:
+            args = [*args[:place], axis, *args[place + 1 :]]
+        else:
+            kwargs = {**kwargs, "dim": axis}
+        numbers = func(self.slices, *args[1:], **kwargs)
+        if isinstance(result, Tensor):
+            return self.of(result, self.source, numbers, self.turned)
+        parts = zip(result, numbers, strict=True)
+        return tuple(self.of(part, self.source, of_part, self.turned) for part, of_part in parts)
+
+
+def _axis(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Return the axis along which a function of :data:`PICKS` takes parts, counted from 0."""
+    place = PICKS[name]
+    axis: int = args[place] if len(args) > place else kwargs.get("dim", 0)
+    return axis if axis >= 0 else axis + args[0].dim()
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield what is in nested arguments, such as the tensors of ``torch.stack``."""
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        yield value
+        return
+    for each in value:
+        yield from _leaves(each)
 
 
 def _name_of(func: Any) -> str:
@@ -279,6 +353,10 @@ def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call a function of torch with plain tensors in the place of parts of a bank."""
 
     def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(each) for each in value]
+        if type(value) is tuple:
+            return tuple(plain(each) for each in value)
         return value.as_subclass(Tensor) if isinstance(value, BankRead) else value
 
     return func(*map(plain, args), **{key: plain(value) for key, value in kwargs.items()})
@@ -301,7 +379,8 @@ def _picks_slices(index: Any, axes: int) -> bool:
 def _unless_drawn(read: BankRead, name: str, result: Any) -> Any:
     """Return a result that is no matmul, unless the method had to see the matmul in it."""
     hides = _needs_slices(read) or not read.source.bank.is_known
-    if isinstance(result, Tensor) and result.is_floating_point() and hides:
+    tensors = (each for each in _leaves(result) if isinstance(each, Tensor))
+    if hides and any(tensor.is_floating_point() for tensor in tensors):
         raise _unreadable(read, name)
     return result
 
@@ -310,8 +389,9 @@ def _unreadable(read: BankRead, name: str) -> ConfigError:
     bank = read.source.bank
     return ConfigError(
         f"the bank {bank.sparsity.layer_name!r} {tuple(bank.weight.shape)} of "
-        f"{bank.replaces.__name__} is read by {name}: slices may be indexed, transposed, cast, "
-        "and multiplied by F.linear, @, mm, bmm, grouped_mm or an einsum of two tensors; exclude it"
+        f"{bank.replaces.__name__} is read by {name}: slices may be indexed, iterated over, "
+        "transposed, cast, and multiplied by F.linear, @, mm, bmm, grouped_mm or an einsum of two "
+        "tensors; exclude it"
     )
 
 

@@ -72,6 +72,28 @@ def replacement_of(layer: nn.Module) -> type[SparseLayer]:
     return cls
 
 
+def require_free_names(name: str, layer: nn.Module) -> None:
+    """Refuse a layer with an attribute of its own class that sparse layers use for themselves.
+
+    Raises:
+        ConfigError: the attribute of the layer, or ours, would be lost.
+    """
+    base = layer_family(type(layer))
+    own = {key for cls in (SparseWeight, SparseLayer, SparseConvolution) for key in _defined(cls)}
+    taken = {key for key in own if hasattr(layer, key) and not hasattr(base, key)}
+    if taken := taken - {"weight", "bias"}:
+        kind = type(layer).__name__
+        raise ConfigError(
+            f"layer {name!r} ({kind}) has an attribute {min(taken)!r}, which sparse layers use for "
+            "themselves: rename it, or exclude the layer"
+        )
+
+
+def _defined(cls: type[nn.Module]) -> set[str]:
+    """Return the names that a class defines or declares itself."""
+    return {*vars(cls), *vars(cls).get("__annotations__", {})}
+
+
 def _set_attribute(layer: SparseLayer, name: str, value: Any) -> None:
     """Refuse another value of an attribute that the replaced forward reads, and ours does not."""
     if name in layer.fixed_attributes and value != layer.__dict__.get(name):

@@ -37,10 +37,11 @@ class Steps:
     def __init__(self, state: ModelState, layers: Mapping[str, SparseWeight]) -> None:
         self.state = state
         self.layers = layers
-        places = [(*layer.module_name.rpartition(".")[::2], layer) for layer in layers.values()]
-        self._places = [
-            (state.root.get_submodule(parent), key, layer) for parent, key, layer in places
-        ]
+        parents: dict[nn.Module | None, tuple[nn.Module, str]] = {}
+        for parent in state.root.modules():
+            for key, child in parent._modules.items():
+                parents.setdefault(child, (parent, key))
+        self._places = [(*parents[layer], layer) for layer in layers.values()]
         # for methods that change weights after the update
         self._masks_before_update: dict[str, Tensor] = {}
         self._is_real_step = True  # False in a step that only creates optimizer state
@@ -327,6 +328,21 @@ class Steps:
         if not _adjusts(method):  # Free the mask: nothing reads it before the next projection.
             for layer in self.layers.values():
                 layer.operands.free_mask()
+
+    @property
+    def follows_optimizer(self) -> bool:
+        """True if the optimizer decides about the phase."""
+        return _overrides(self.state.method, "read_optimizer")
+
+    def optimizer_was_loaded(self, optimizer: Optimizer) -> None:
+        """Enter the phase of an optimizer whose state dict was loaded after ``attach``."""
+        state = self.state
+        state.sync()
+        before = state.method.scalars
+        state.method.read_optimizer(optimizer)
+        if state.method.scalars != before:
+            state.write()
+            self.refresh()
 
     def refresh(self) -> None:
         """See :meth:`Sparsifier.refresh`."""

@@ -106,7 +106,8 @@ class AST(RampedDecay, StoredMask):
     def residual(self, x: Tensor, state: LayerState) -> Tensor | None:
         if not self.has_residual:
             return None
-        return linear(linear(x, state.sums), state.means)
+        # fp32, of weights of any dtype
+        return linear(linear(x, state.sums.to(x.dtype)), state.means.to(x.dtype))
 
     def build_optimizer(self, groups: list[dict[str, Any]], options: Any) -> Optimizer:
         """ASTAdamW with the AdamW options of the run."""

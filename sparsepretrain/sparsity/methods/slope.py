@@ -128,4 +128,5 @@ class SLoPe(StoredMask):
     def residual(self, x: Tensor, state: LayerState) -> Tensor | None:
         if (factors := self.low_rank(state)) is None:
             return None
-        return linear(linear(x, factors[1]), factors[0])
+        left, right = (factor.to(x.dtype) for factor in factors)  # fp32, of weights of any dtype
+        return linear(linear(x, right), left)

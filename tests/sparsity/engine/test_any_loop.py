@@ -1,6 +1,7 @@
 """Loops that do what loops do: the result is right, or one line says what is wrong."""
 
 import copy
+import itertools
 import warnings
 
 import pytest
@@ -415,7 +416,7 @@ def test_decay_is_applied_once_after_sparsifying_again(silent):
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
 
 
-@pytest.mark.parametrize("method", [name for name in TRAINED if name not in ("step", "mine")])
+@pytest.mark.parametrize("method", [name for name in TRAINED if name != "mine"])
 @pytest.mark.parametrize("held", [True, False])
 def test_frozen_weights_are_sparse_and_never_written(method, held, silent):
     model = Net()
@@ -594,3 +595,34 @@ def test_adapters_that_read_the_stored_weight_are_refused(after):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match=r"DoRA.*use_dora=False"):
         sp.densify(model) if after else handle.attach(optimizer)
+
+
+LOADS = ("model", "optimizer", "attach")
+
+
+@pytest.mark.parametrize("method", ["step", "srste", "sste", "maskllm"])
+@pytest.mark.parametrize("order", list(itertools.permutations(LOADS)))
+def test_model_and_optimizer_are_loaded_and_attached_in_any_order(method, order):
+    def made():
+        model = Net()
+        handle = sparsify(model, method)
+        optimizer = optimizer_for(method, model.parameters())
+        optimizer.clipping = (1, 3)  # read by StepAdamW
+        return model, handle, optimizer
+
+    model, handle, optimizer = made()
+    handle.attach(optimizer)
+    train(model, optimizer, 0, 12)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    other, again, second = made()
+    for action in order:
+        if action == "model":
+            other.load_state_dict(saved[0])
+        elif action == "optimizer":
+            second.load_state_dict(saved[1])
+        else:
+            again.attach(second)
+    assert again.sparse == handle.sparse and handle.sparse == (method != "maskllm")
+    train(model, optimizer, 12, 2)
+    train(other, second, 12, 2)
+    assert_equal_bits(other.state_dict(), model.state_dict())

@@ -570,9 +570,42 @@ def test_einsum_multiplies_by_chosen_slices(name):
     )
 
 
+def one_by_one(slices):
+    return lambda x, bank: sum(F.linear(x, each) for each in slices(bank))
+
+
+@pytest.mark.parametrize("name", ["srste", "slope", "act24", "tsrste"])
+@pytest.mark.parametrize(
+    "slices",
+    [
+        list,
+        lambda bank: bank.unbind(),
+        lambda bank: torch.unbind(bank, dim=-3),
+        lambda bank: [each for part in bank.chunk(2) for each in part],
+        lambda bank: [part[0] for part in torch.split(bank, 1, dim=0)],
+        lambda bank: [each for part in bank.split([1, EXPERTS - 1]) for each in part],
+        lambda bank: [each for part in bank.tensor_split(2, -3) for each in part],
+        lambda bank: [bank.select(0, index) for index in range(EXPERTS)],
+        lambda bank: [bank.narrow(0, index, 1)[0] for index in range(EXPERTS)],
+        lambda bank: torch.index_select(bank, dim=0, index=torch.arange(EXPERTS)),
+        lambda bank: [each.T.T for each in bank],
+    ],
+)
+def test_slices_are_taken_in_all_ways_of_torch(name, slices):
+    by_index = one_by_one(lambda bank: [bank[index] for index in range(EXPERTS)])
+    trained_alike(name, (TOKENS, WIDTH), False, one_by_one(slices), by_index)
+
+
 @pytest.mark.parametrize(
     ("read", "message"),
     [
+        (lambda x, bank: sum(x @ each for each in bank), "sums over the other axis"),
+        (lambda x, bank: x @ bank.unbind()[0], "sums over the other axis"),
+        (lambda x, bank: sum(F.linear(x, part) for part in bank[0].chunk(2)), "is read by chunk"),
+        (lambda x, bank: F.linear(x, torch.cat([bank[0], bank[1]])), "is read by cat"),
+        (lambda x, bank: F.linear(x, torch.stack([bank[0]])[0]), "is read by stack"),
+        (lambda x, bank: torch.linalg.multi_dot([x, bank[0].T]), "is read by linalg_multi_dot"),
+        (lambda x, bank: F.linear(x, torch.cat(tensors=(bank[0],))), "is read by cat"),
         (lambda x, bank: x @ bank[0], r"'mlp_bank' \(2, 8, 8\) .* sums over the other axis"),
         (lambda x, bank: F.linear(x, bank[0].t()), "sums over the other axis"),
         (lambda x, bank: torch.einsum("ti,io->to", x, bank[0]), "einsum .* sums over the other"),
@@ -705,20 +738,52 @@ class Steps(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("method", ["ste", "sste"])
+DRAWN_ONCE = {"mvue": "none"}
+"""S-STE without draws, which a recomputation of parts of a forward repeats."""
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("ste", {}),
+        ("sste", DRAWN_ONCE),
+        ("sste", DRAWN_ONCE | {"ste_scale": "beta"}),  # saves a factor with the read
+        ("maskllm", {"total_steps": 10}),  # saves what its masks are computed from
+        ("cast", {"total_steps": 10}),
+    ],
+)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_parts_of_a_forward_are_recomputed_with_the_projection(method, reentrant):
+def test_parts_of_a_forward_are_recomputed_with_the_projection(method, options, reentrant):
     found = []
     for way in (
         lambda function, *args: function(*args),
         lambda function, *args: checkpoint(function, *args, use_reentrant=reentrant),
     ):
         model = nn.Sequential(Steps(way))
-        sparsify(model, method, targets="*bank", **({"mvue": "none"} if method == "sste" else {}))
+        sparsify(model, method, targets="*bank", **options)
         x = torch.ones(4, 8, requires_grad=True)
         model(x).sum().backward()
-        found.append((x.grad, model[0].bank.grad))
+        found.append([x.grad, *(p.grad for p in model.parameters() if p.requires_grad)])
     torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_backward_after_the_weights_were_changed_is_refused():
+    """As torch refuses it where no hooks look at what the graph saves."""
+    model = nn.Sequential(Steps())
+    sparsify(model, "sste", targets="*bank", **DRAWN_ONCE, ste_scale="beta", beta_update="step")
+    y = model(torch.ones(4, 8))
+    saved = [
+        tensor
+        for bank in model[0].sparse_banks.children()
+        for tensor in bank.sparsity.buffers()
+        if tensor.is_floating_point()
+    ]
+    assert saved
+    with torch.no_grad():
+        for tensor in saved:
+            tensor.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an in-place operation"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("method", ["ste", "sste"])
