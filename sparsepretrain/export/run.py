@@ -39,7 +39,8 @@ def export_run(
         path: a run directory or one of its checkpoints.
         average: number of last checkpoints whose weights are averaged, see
             :meth:`WeightSource.model_state`.
-        out: output directory; None: ``export/hf`` of the run. An earlier export is replaced.
+        out: output directory; None: ``export/hf`` of the run. An earlier export of the run is
+            replaced; a directory with any other file is refused.
         onnx: also write ``model.onnx``, proven N:M and compared in ONNX Runtime.
         console: prints a summary; by default to stdout.
 
@@ -65,9 +66,10 @@ def export_run(
         about = _about(converted, difference)
         if onnx:
             about["onnx"] = _write_onnx(converted, stage)
-        (stage / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
         (stage / RunDirectory.config_file.name).write_text(freeze.to_yaml(source.config or {}))
         card.write(converted, about, stage)
+        about["files"] = [ABOUT, *_files(stage)]
+        (stage / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
         for file in stage.rglob("*.safetensors"):  # safetensors creates private files
             shutil.copymode(stage / ABOUT, file)
         if directory.exists():
@@ -92,15 +94,45 @@ def export_run(
 
 
 def _place(source: WeightSource, out: Path | None) -> Path:
-    """Return the output directory, which must be missing, empty, or an earlier export."""
+    """Return the output directory: missing, empty, or an earlier export of the run alone."""
     if out is None:
         if source.run is None:
             raise ConfigError(f"{source.path} does not lie in a run directory: give --out DIR")
         out = source.run.exports / "hf"
-    is_export = (out / ABOUT).is_file()
-    if out.exists() and not is_export and not (out.is_dir() and not any(out.iterdir())):
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return out
+    about = _read_about(out / ABOUT)
+    if "files" not in about:  # prune and save_pretrained write the file without this key
         raise ConfigError(f"{out} exists and is no export: choose another --out")
+    if {**about, **_run_of(source)} != about:
+        raise ConfigError(f"{out} is the export of another run: choose another --out")
+    if foreign := sorted({*_files(out)} - {*about["files"]}):
+        raise ConfigError(
+            f"{out} has files that export did not write ({foreign[0]}): move them, or choose "
+            "another --out"
+        )
     return out
+
+
+def _read_about(file: Path) -> dict[str, Any]:
+    """Return the content of a ``sparsity.json``, empty if there is none that can be read."""
+    try:
+        about = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return about if isinstance(about, dict) else {}
+
+
+def _files(directory: Path) -> list[str]:
+    """Return the files below a directory, as relative paths in order."""
+    found = (path for path in directory.rglob("*") if not path.is_dir() or path.is_symlink())
+    return sorted(path.relative_to(directory).as_posix() for path in found)
+
+
+def _run_of(source: WeightSource) -> dict[str, Any]:
+    """Return the entries of ``sparsity.json`` that name the run."""
+    config = source.config or {}
+    return {"config_hash": freeze.identity(config), "seed": config.get("seed")}
 
 
 def _about(converted: convert.Converted, difference: float) -> dict[str, Any]:
@@ -112,7 +144,7 @@ def _about(converted: convert.Converted, difference: float) -> dict[str, Any]:
         "method": converted.method.options.name,
         **sparsity_of(converted.patterns, converted.layers, converted.left_dense, weights),
         "largest_logit_difference": difference,
-        "config_hash": freeze.identity(source.config or {}),
+        **_run_of(source),
         "step": source.step,
         "averaged_steps": source.averaged_steps,
     }

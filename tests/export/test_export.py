@@ -227,6 +227,49 @@ def test_only_earlier_exports_are_overwritten(tmp_path):
         export(out)
 
 
+def tree(directory):
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("added", ["notes.txt", ".git/HEAD", "model-00002-of-00002.safetensors"])
+def test_an_export_with_other_files_is_kept(added, tmp_path):
+    run = write_run(tmp_path, "gpt2")
+    out, _ = export(run, out=tmp_path / "out")
+    (out / added).parent.mkdir(exist_ok=True)
+    (out / added).write_text("mine")
+    before = tree(out)
+    with pytest.raises(ConfigError, match=rf"files that export did not write \({added}\): move"):
+        export(run, out=out)
+    assert tree(out) == before
+
+
+def test_what_prune_and_the_library_wrote_is_kept(tmp_path):
+    run = write_run(tmp_path, "gpt2")
+    pruned = tmp_path / "pruned"
+    words = ["prune", str(run), "--method", "magnitude", "--out", str(pruned)]
+    assert cli.main(words) == 0
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "sparsity.json").write_text('{"method": "ste", "pattern": "2:4"}')
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "sparsity.json").write_text("{")
+    for out in (pruned, saved, broken):
+        before = tree(out)
+        with pytest.raises(ConfigError, match="is no export: choose another --out"):
+            export(run, out=out)
+        assert tree(out) == before
+
+
+@pytest.mark.parametrize("change", ["seed=1", "optim.lr=0.5"])
+def test_the_export_of_another_run_is_kept(change, tmp_path):
+    out, _ = export(write_run(tmp_path, "gpt2"), out=tmp_path / "out")
+    before = tree(out)
+    with pytest.raises(ConfigError, match="the export of another run: choose another --out"):
+        export(write_run(tmp_path, "gpt2", change), out=out)
+    assert tree(out) == before
+
+
 def test_changed_weights_or_logits_leave_no_export(tmp_path, monkeypatch):
     run = write_run(tmp_path, "gpt2")
     original = converting.load
