@@ -157,10 +157,24 @@ def reason(error: BaseException) -> str:
     return _full_disk(error) or text or type(error).__name__
 
 
+UNFIT = (
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM,
+    errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP,
+)  # fmt: skip
+"""Errors of a path at which nothing can be written."""
+
+
 def cannot_write(path: object, error: OSError) -> SparsePretrainError:
-    """Return the error for a failed write to ``path``; exit code 4 on a full disk."""
-    cls = CheckpointError if _full_disk(error) else SparsePretrainError
-    return cls(f"cannot write {path}: {_full_disk(error) or error.strerror or error}")
+    """Return the error for a failed write to ``path``.
+
+    Its exit code is 4 on a full disk, 2 if nothing can be written there, and 1 for other failures.
+    """
+    text = f"cannot write {path}: "
+    if full := _full_disk(error):
+        return CheckpointError(text + full)
+    if error.errno in UNFIT:
+        return ConfigError(f"{text}{error.strerror}: choose another place")
+    return SparsePretrainError(text + (error.strerror or str(error)))
 
 
 def _full_disk(error: BaseException) -> str | None:

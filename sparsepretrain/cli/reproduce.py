@@ -73,6 +73,11 @@ class Reproduce(ConfiguredVerb):
         for part in found:
             for command in part.table.bench:
                 print(f"{part.name} is measured from a checkout, on a GPU: {command}")
+            if part.outdated:
+                Console().warn(
+                    f"{part.name}: {part.outdated} finished runs of the record have another "
+                    "configuration than the table has now, and run again"
+                )
         found = [part for part in found if part.cells]
         words = [args.table, *(["--scale", args.scale] if args.scale else [])]
         words += ["--seeds", seeds_text(args.seeds)] if args.seeds else []

@@ -57,26 +57,16 @@ def export_run(
     if source.config is None:
         raise ConfigError(f"{path} is a Hugging Face checkpoint already: give a run")
     directory = _place(source, out)
-    converted = convert.convert(source)
     stage = directory.with_name(f".{directory.name}.tmp")
+    shutil.rmtree(stage, ignore_errors=True)
     try:
-        shutil.rmtree(stage, ignore_errors=True)
         stage.mkdir(parents=True)
-        difference = convert.write(converted, stage)
-        about = _about(converted, difference)
-        if onnx:
-            about["onnx"] = _write_onnx(converted, stage)
-        (stage / RunDirectory.config_file.name).write_text(freeze.to_yaml(source.config or {}))
-        card.write(converted, about, stage)
-        about["files"] = [ABOUT, *_files(stage)]
-        (stage / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
-        for file in stage.rglob("*.safetensors"):  # safetensors creates private files
-            shutil.copymode(stage / ABOUT, file)
-        if directory.exists():
-            shutil.rmtree(directory)
-        os.replace(stage, directory)
     except OSError as error:
         raise cannot_write(directory, error) from error
+    try:
+        converted = convert.convert(source)
+        about = _write(converted, stage, onnx=onnx)
+        _publish(stage, directory)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
     of = f"step {source.step:,}"
@@ -84,6 +74,7 @@ def export_run(
         steps = [f"{step:,}" for step in source.averaged_steps]
         of = f"mean of steps {', '.join(steps)}"
     rows = [("checkpoint", f"{source.path}, {of}"), ("weights", about["weights"])]
+    difference = about["largest_logit_difference"]
     equal = "equal to the bit" if not difference else f"largest difference {difference:.1e}"
     rows += [("loads as", type(converted.model).__name__), ("logits", f"evaluation's, {equal}")]
     if onnx:
@@ -91,6 +82,35 @@ def export_run(
         rows += [(onnx_file.FILE, f"ONNX Runtime computes the same to {largest:.1e}")]
     console.table("export", [*rows, ("written to", str(directory))])
     return directory
+
+
+def _write(converted: convert.Converted, stage: Path, *, onnx: bool) -> dict[str, Any]:
+    """Write and check all files; return the content of ``sparsity.json``."""
+    try:
+        difference = convert.write(converted, stage)
+        about = _about(converted, difference)
+        if onnx:
+            about["onnx"] = _write_onnx(converted, stage)
+        config = converted.source.config or {}
+        (stage / RunDirectory.config_file.name).write_text(freeze.to_yaml(config))
+        card.write(converted, about, stage)
+        about["files"] = [ABOUT, *_files(stage)]
+        (stage / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
+        for file in stage.rglob("*.safetensors"):  # safetensors creates private files
+            shutil.copymode(stage / ABOUT, file)
+    except OSError as error:
+        raise cannot_write(stage, error) from error
+    return about
+
+
+def _publish(stage: Path, directory: Path) -> None:
+    """Move the files to their path, in the place of an earlier export."""
+    try:
+        if directory.exists():
+            shutil.rmtree(directory)
+        os.replace(stage, directory)
+    except OSError as error:
+        raise cannot_write(directory, error) from error
 
 
 def _place(source: WeightSource, out: Path | None) -> Path:

@@ -21,16 +21,23 @@ from sparsepretrain.studies.tables import Scale, Stage, Table, Tune, cell_name, 
 SIMPLE = re.compile(r"(?!(?:true|false|null|inf|nan)$)[a-z/][\w/.+-]*", re.ASCII | re.IGNORECASE)
 """Names that need no quotes in Hydra's grammar."""
 
+MOST_SEEDS = 1000
+"""Most seeds of a command; more is rather a seed that was given as their number."""
 Seeds = Sequence[int] | int | None
 """Seeds of a table, their number, or None for the default of the table's scale."""
 
 
 def read_seeds(text: str) -> Sequence[int] | int:
     """Read a number of seeds (``5``), a range (``101..105``) or a list (``3,7,11``)."""
+    most = f"expected at most {MOST_SEEDS:,} seeds, got"
     if text.isdigit() and int(text):
+        if int(text) > MOST_SEEDS:
+            raise ValueError(f"{most} {text}: a single seed is {text}..{text}")
         return int(text)
     if limits := re.fullmatch(r"(\d+)\.\.(\d+)", text):
         low, high = map(int, limits.groups())
+        if high - low >= MOST_SEEDS:
+            raise ValueError(f"{most} {text}")
         if low <= high:
             return range(low, high + 1)
     listed = text.split(",")
@@ -88,6 +95,8 @@ class Part:
     """See :func:`validate.load`."""
     is_tuning: bool = False
     """True: the cells choose the setting of each row; a diverged one is a result, the worst."""
+    outdated: int = 0
+    """Finished runs of a record at the place of one of the cells, with another configuration."""
 
     @property
     def stages(self) -> list[Stage]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 NAME = "multirun"
 """Directory below ``runs_dir`` unless ``name=`` gives another."""
+MOST_RUNS = 10_000
+"""Most runs of a command, and most values of a list."""
 
 
 @dataclass(slots=True)
@@ -52,6 +55,9 @@ class Axes:
             nodes: machines of a run.
         """
         words = [[f"{key}={value}" for value in self.values[key]] for key in self.values]
+        runs = math.prod(map(len, words)) * len(self.seeds)
+        if runs > MOST_RUNS:
+            raise ConfigError(f"expected at most {MOST_RUNS:,} runs, got {runs:,}: shorten a list")
         combinations = itertools.product(*words)
         named = {(" ".join(chosen) or "run", ""): [*self.fixed, *chosen] for chosen in combinations}
         cells = grid(name, named, self.seeds, how[1], nodes=nodes)
@@ -86,8 +92,14 @@ def read_axes(words: Sequence[str], config_dirs: Sequence[Path] = ()) -> Axes:
                 hint = " or search it with hydra/sweeper=optuna" if key not in groups else ""
                 errors.append(f"{word}: expected values, such as {key}=a,b,c{hint}")
                 continue
+            elif parsed.is_range_sweep() and value.step == 0:
+                errors.append(f"{word}: expected a step that is not 0")
+                continue
             else:
-                values = list(parsed.sweep_string_iterator())
+                values = list(itertools.islice(parsed.sweep_string_iterator(), MOST_RUNS + 1))
+            if len(values) > MOST_RUNS:
+                errors.append(f"{word}: expected at most {MOST_RUNS:,} values, got more")
+                continue
             if not values:
                 errors.append(f"{word}: expected at least one value, got none")
                 continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sparsepretrain.errors import ConfigError
+from sparsepretrain.errors import ConfigError, DataError
 from sparsepretrain.reports.page import write_page
 from sparsepretrain.studies.cells import Selection
 from sparsepretrain.studies.results import collect, read_record, write_record
@@ -44,6 +44,9 @@ def report_table(
             )
     names = [results.name, *(part.name for part in results.all())]
     tables = {table: load_table(table, asked.config_dirs) for table in names}
+    for part in results.all():
+        if part.scale is not None and part.scale not in tables[part.name].scales:
+            raise DataError(f"{file} has runs at scale {part.scale!r}, which {part.name} has not")
     written = write_page(out, render(results, tables), f"{name}.md", page=True)
     if record:
         write_record(results, file)

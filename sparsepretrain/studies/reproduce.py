@@ -19,7 +19,12 @@ from sparsepretrain.studies.engine import Study
 from sparsepretrain.studies.jobs import Job
 from sparsepretrain.studies.launchers import EngineConf, Launcher, LocalQueueConf, SlurmQueueConf
 from sparsepretrain.studies.progress import Progress, StudyCell
-from sparsepretrain.studies.results import not_recorded, record_of, selected
+from sparsepretrain.studies.results import (
+    count_outdated,
+    not_recorded,
+    record_of,
+    selected,
+)
 from sparsepretrain.studies.submission import Submission
 from sparsepretrain.studies.tables import Scale, Stage, load_table
 from sparsepretrain.training import plan
@@ -52,7 +57,8 @@ def parts(name: str, scale: Scale | None, asked: Selection, stop_after: int | No
             tried, judging = not_recorded(tried, record), not_recorded(judging, record)
             if tried:
                 found.append(Part(table_name, table, at, tried, *how, is_tuning=True))
-            found.append(Part(table_name, table, at, judging, *how))
+            outdated = count_outdated(judging, record)
+            found.append(Part(table_name, table, at, judging, *how, outdated=outdated))
         except ConfigError as error:
             errors += [m for m in error.messages if m not in errors]
     # with several tables, a glob may match cells of a single one

@@ -7,6 +7,8 @@ import dataclasses
 import gzip
 import json
 import math
+import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -254,8 +256,9 @@ def record_of(name: str, table: Table, scale: Scale, asked: Selection) -> TableR
     """Return the record of a table below ``asked.records``, empty without one.
 
     Raises:
-        DataError: the file is not a record.
-        ConfigError: the table has stages, whose runs a record does not tell apart.
+        DataError: the file is not a record of the table.
+        ConfigError: there is no record, or the table has stages, whose runs a record does not tell
+            apart.
     """
     empty = TableResults(name=name)
     if asked.records is None or scale not in table.scales:
@@ -265,12 +268,25 @@ def record_of(name: str, table: Table, scale: Scale, asked: Selection) -> TableR
             f"--records: the runs of {name} have stages: leave it out, they run again"
         )
     file = asked.records / f"{name}.json.gz"
-    return read_record(file) if file.is_file() else empty
+    if not file.is_file():
+        raise ConfigError(
+            f"--records: {asked.records} has no {file.name}: expected the directory of that "
+            "record; without one leave --records out"
+        )
+    return read_record(file)
 
 
 def not_recorded(tried: Sequence[Cell], record: TableResults) -> list[Cell]:
     """Return the runs that a record has not finished, with the same configuration."""
     return [cell for cell in tried if _recorded(cell, record) is None]
+
+
+def count_outdated(tried: Sequence[Cell], record: TableResults) -> int:
+    """Return how many finished runs of a record have the place of a run and do not count as it."""
+    done = (found for found in record.cells if found.state == "finished")
+    places = {(found.row, found.column, found.seed) for found in done}
+    left = {(cell.row, cell.column, cell.seed) for cell in tried}
+    return len(places & left)
 
 
 def _recorded(cell: Cell, record: TableResults) -> CellResult | None:
@@ -567,12 +583,38 @@ def write_record(results: TableResults, file: Path) -> None:
 
 
 def read_record(file: Path) -> TableResults:
-    """Read a file of :func:`write_record`."""
+    """Read a file of :func:`write_record`.
+
+    Raises:
+        DataError: it is missing, damaged, or the record of a table of another name.
+    """
+    if not file.exists():
+        raise DataError(f"there is no {file}: `report TABLE --record` writes the record of a table")
     try:
-        text = gzip.decompress(file.read_bytes())
-        return strict.build(TableResults, parse_json(text))
-    except (OSError, EOFError, ValueError, ConfigError) as error:
+        results = strict.build(TableResults, parse_json(gzip.decompress(file.read_bytes())))
+        _check_record(results, file.name.partition(".")[0])
+    except (OSError, EOFError, ValueError, ConfigError, zlib.error) as error:
         raise DataError(f"{file} is not a record of a table: {one_line(error)}") from error
+    return results
+
+
+def _check_record(results: TableResults, name: str) -> None:
+    """Raise ValueError for what :func:`write_record` does not write."""
+    if results.name != name:
+        raise ValueError(f"it is that of {results.name!r}, expected {name!r}")
+    for part in results.all():
+        for runs in (part.cells, part.tuning):
+            places = Counter((run.row, run.column, run.seed) for run in runs)
+            if twice := [place for place, number in places.items() if number > 1]:
+                row, column, seed = twice[0]
+                raise ValueError(f"{part.name}: {cell_name(row, column)}, seed {seed} occurs twice")
+        for key, text in part.configs.items():
+            if freeze.hash_of(text) != key:
+                raise ValueError(f"{part.name}: the configuration {key} was changed")
+        for run in part.cells:
+            for key, axes in run.curves.items():
+                if len({len(values) for values in axes}) > 1:
+                    raise ValueError(f"{part.name}: {run.name}: {key} has lists of two lengths")
 
 
 def _drop_empty(value: Any) -> Any:

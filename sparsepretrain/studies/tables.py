@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -331,6 +332,9 @@ class Table:
                 for glob in getattr(size, key):
                     if not any(fnmatchcase(at, glob) for at in cells):
                         yield f"scales.{scale}.{key}", f"no cell is {glob!r}"
+            names = Counter(stage.name for stage in size.stages)
+            if twice := [stage for stage, number in names.items() if number > 1]:
+                yield f"scales.{scale}.stages", f"two have the name {twice[0]!r}"
             if few := [count for count in size.fewer_seeds.values() if count < 1]:
                 yield f"scales.{scale}.fewer_seeds", f"must be at least 1, got {few[0]}"
         stages = {stage.name for size in self.scales.values() for stage in size.stages}
@@ -346,6 +350,8 @@ class Table:
             if directed and about and about.better is None:
                 yield f"claims[{i}].metric", f"{key!r} has no best value: set metrics.{key}.better"
             yield from _unknown(f"claims[{i}].of", claim.names, cells)
+            if twice := [each for each in claim.of if claim.of.count(each) > 1]:
+                yield f"claims[{i}].of", f"compares {twice[0]!r} with itself"
         for i, printed in enumerate(self.published):
             labels = {*self.rows, *self.columns}
             yield from _unknown(f"published[{i}].metric", [printed.metric], self.metrics)
@@ -444,13 +450,31 @@ def load_table(name: str, config_dirs: Sequence[Path] = ()) -> Table:
     if name not in files:
         raise ConfigError(f"there is no table {name!r}{suggestion(name, files)}")
     try:
-        plain = yaml.safe_load(files[name].read_text(encoding="utf-8"))
+        plain = yaml.load(files[name].read_text(encoding="utf-8"), Loader=_loader())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{files[name]} cannot be read: {one_line(error)}") from error
     try:
         return build(Table, plain)
     except ConfigError as error:
         raise ConfigError([f"{files[name]}: {message}" for message in error.messages]) from error
+
+
+@functools.cache
+def _loader() -> type:
+    """Return a loader of YAML that refuses a key that occurs twice, of which one would be lost."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            if twice := [key for key, number in Counter(keys).items() if number > 1]:
+                line = node.start_mark.line + 1
+                raise ValueError(
+                    f"{twice[0]!r} occurs twice in the block that begins at line {line}"
+                )
+            return super().construct_mapping(node, deep)
+
+    return Loader
 
 
 def table_cells(table: Table, scale: Scale) -> Iterator[tuple[str, str, str]]:

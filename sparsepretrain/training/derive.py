@@ -127,6 +127,11 @@ def _parse_overrides(overrides: Sequence[str], config_dirs: Sequence[Path]) -> O
     parsed = read(with_recipe(overrides, config_dirs), config_dirs)
     if "model" in parsed.choices:
         raise ConfigError("model comes from the checkpoint: leave model= out (keys can be changed)")
+    given = {key for key, _ in parsed.values}
+    if paths := sorted(given & {"init.path", "model.path"}):
+        raise ConfigError(
+            f"{paths[0]} is the checkpoint, the first argument: leave {paths[0]}= out"
+        )
     return parsed
 
 

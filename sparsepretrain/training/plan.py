@@ -21,7 +21,8 @@ from sparsepretrain.config.schema import Run, shares
 from sparsepretrain.console import Console, clock, count, significant
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.optim import build_optimizer
-from sparsepretrain.runs import weights
+from sparsepretrain.runs import checkpoint, weights
+from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.sparsity.method import Method
 from sparsepretrain.sparsity.operand_table import W
@@ -36,6 +37,7 @@ from sparsepretrain.training.assembly import (
 )
 from sparsepretrain.training.compilation import COMPILED_FROM, blocks, scope_of
 from sparsepretrain.training.cost import matmul_flops
+from sparsepretrain.training.fixed_masks import require_fixed_mask, require_rule
 from sparsepretrain.training.hardware import peak_flops
 from sparsepretrain.training.precision import compute_dtype, describe
 from sparsepretrain.training.reach import require_reach, steps_to_zero
@@ -74,6 +76,11 @@ def dry_run(run: Run, console: Console) -> None:
     items = cost.items
     inputs = layer_inputs(run, task, model)
     sparsifier = sparsify_model(run, task, model, device)
+    require_fixed_mask(run, sparsifier, sharded=run.parallel.name == "fsdp")
+    if run.resume == "never" or not checkpoint.saved(RunDirectory.of(run).checkpoints):
+        require_rule(run)
+        if run.init.path:
+            weights.find(run.init.path, console.warn)
     coverage = sparsifier.coverage()
     console.info(str(coverage))
     method = sparsifier.method
@@ -291,7 +298,8 @@ def check(run: Run) -> None:
     require_a_sparse_step(run)
     device = World.single(run.parallel.device).device
     task = build_task(run)
-    sparsify_model(run, task, build_model(task, META), device)
+    sparsifier = sparsify_model(run, task, build_model(task, META), device)
+    require_fixed_mask(run, sparsifier, sharded=run.parallel.name == "fsdp")
     find_teacher(run, lambda line: None)
 
 

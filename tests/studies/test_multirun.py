@@ -46,6 +46,12 @@ SLURM = "hydra/launcher=submitit_slurm"
         (["name=a,b"], ["name=a,b: expected a plain directory name"]),
         (["sparsity=glob(q*)"], ["sparsity=glob(q*): expected at least one value"]),
         (["optim.lr=glob(*)"], ["optim.lr=glob(*): expected values"]),
+        (["steps=range(0,4,0)"], ["steps=range(0,4,0): expected a step that is not 0"]),
+        (["seed=range(0,1000000000)"], ["expected at most 10,000 values, got more"]),
+        (
+            ["seed=range(0,1000)", "steps=range(1,101)"],
+            ["expected at most 10,000 runs, got 100,000: shorten a list"],
+        ),
         (["steps=1,x"], ["steps=x: steps must be an integer, got 'x'"]),
         (["seed=a,b"], ["seed=a: seed must be an integer"]),
         (["sparsity=[ste,sste"], ["run: override 'sparsity=[ste,sste' cannot be read"]),

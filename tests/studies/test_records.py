@@ -1,5 +1,7 @@
 """Runs of a committed record count as finished, where asked for, and repeat."""
 
+import gzip
+import json
 import os
 import shutil
 import subprocess
@@ -85,10 +87,74 @@ def test_tuning_runs_of_a_record_choose_the_settings(tables, in_process, tmp_pat
     assert len(runs(tables)) == 2  # the judging runs of one more seed
 
 
-def test_a_directory_without_the_record_counts_nothing(tables, in_process, tmp_path):
-    tables.write(nano={"seeds": 1})
-    assert tables("small", "--records", str(tmp_path)) == 0
-    assert len(runs(tables)) == 2
+@pytest.mark.parametrize("place", [".", "none", "records/small.json.gz"])
+def test_a_directory_without_the_record_is_refused(place, tables, record, capsys):
+    """A misspelt one would train a whole table again."""
+    words = ("small", "--records", str(record.parent / place))
+    assert tables(*words) == 2 and report(tables, *words[1:]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert all(" has no small.json.gz: expected the directory" in line for line in lines)
+    assert len(lines) == 2 and runs(tables) == []
+
+
+def test_runs_of_a_record_with_another_configuration_are_counted(tables, record, capsys):
+    words = ("small", "--records", str(record), "--dry-run")
+    assert tables(*words) == 0
+    assert "another configuration" not in capsys.readouterr().out
+    tables.write(nano={"seeds": 1, "overrides": ["experiment=smoke", "steps=3"]})
+    assert tables(*words) == 0
+    assert "small: 2 finished runs of the record have another" in capsys.readouterr().out
+
+
+def flipped(text):
+    middle = len(text) // 2
+    return text[:middle] + bytes([text[middle] ^ 255]) + text[middle + 1 :]
+
+
+def changed(**values):
+    """Write a record back with other values of its first run, or of the table."""
+
+    def change(text):
+        plain = json.loads(gzip.decompress(text))
+        for key, value in values.items():
+            (plain if key in plain or key == "scale" else plain["cells"][0])[key] = value
+        return gzip.compress(json.dumps(plain).encode())
+
+    return change
+
+
+def doubled(text):
+    plain = json.loads(gzip.decompress(text))
+    plain["cells"].append(plain["cells"][0])
+    return gzip.compress(json.dumps(plain).encode())
+
+
+@pytest.mark.parametrize(
+    ("damage", "line"),
+    [
+        (lambda text: b"no record", "is not a record of a table: "),
+        (lambda text: b"", "is not a record of a table: "),
+        (lambda text: text[:-9], "is not a record of a table: "),
+        (flipped, "is not a record of a table: "),
+        (changed(configs={"0": "{"}), "small: the configuration 0 was changed"),
+        (changed(name="other"), "it is that of 'other', expected 'small'"),
+        (changed(curves={"loss": [[1, 2], [3]]}), "loss has lists of two lengths"),
+        (changed(scale="paper"), "has runs at scale 'paper', which small has not"),
+        (doubled, "seed 0 occurs twice"),
+        (None, "there is no "),
+    ],
+)
+def test_damaged_records_are_one_line_and_nothing_is_written(damage, line, tables, record, capsys):
+    file = record / "small.json.gz"
+    if damage is None:
+        file.unlink()
+    else:
+        file.write_bytes(damage(file.read_bytes()))
+    before = {path: path.stat().st_mtime_ns for path in record.parent.rglob("*")}
+    assert report(tables, "--from-record", "--out", str(record.parent)) == 3
+    (told,) = capsys.readouterr().err.splitlines()
+    assert line in told and "small.json.gz" in told
+    assert {path: path.stat().st_mtime_ns for path in record.parent.rglob("*")} == before
 
 
 def test_damaged_records_and_tables_with_stages_are_refused(tables, record, capsys):

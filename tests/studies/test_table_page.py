@@ -366,7 +366,7 @@ def test_wrong_arguments_are_refused(tmp_path, capsys):
         (["three", "--config-dir", "c", "x"], "'x' after the table three"),
         (["three", "--config-dir", "c", "--scale", "paper"], "has no scale 'paper'"),
         (["nothing", "--record"], "nothing is not a table"),
-        (["three", "--config-dir", "c", "--from-record"], "is not a record of a table"),
+        (["three", "--config-dir", "c", "--from-record"], "there is no reports/three/records/"),
     ]:
         assert cli.main(["report", *words]) in (2, 3)
         assert message in capsys.readouterr().err

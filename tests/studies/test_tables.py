@@ -104,6 +104,14 @@ def test_cells_may_have_fewer_seeds(tmp_path):
         ({"baseline": "ste"}, "baseline 'ste' is not a row"),
         ({"claims": [{"text": "t", "kind": "less", "of": ["dense", "sste"]}]}, "'sste' is unknown"),
         ({"claims": [{"text": "t", "kind": "equal", "of": ["dense", "dense"]}]}, "margin"),
+        (
+            {"claims": [{"text": "t", "kind": "less", "of": ["dense", "dense"]}]},
+            "compares 'dense' with itself",
+        ),
+        (
+            {"scales": {"nano": {"stages": [{"name": "a", "evaluate": "validation"}] * 2}}},
+            "scales.nano.stages two have the name 'a'",
+        ),
         (metric(over=[0.5, 0.1]), "ascending"),
         (metric(percent_of="sste"), "metrics.loss.percent_of 'sste' is unknown"),
         (tuning("a=1", seeds=[]), "at least one seed"),
@@ -155,6 +163,29 @@ def test_seeds_are_a_number_a_range_or_a_list(text, seeds):
     assert (found if isinstance(found, int) else [*found]) == seeds
     again = read_seeds(seeds_text(found))
     assert (again if isinstance(again, int) else [*again]) == seeds
+
+
+@pytest.mark.parametrize("text", ["1001", "20251201", "9" * 20, "1..1001", f"0..{10**20}"])
+def test_seeds_that_are_too_many_are_refused(text):
+    with pytest.raises(ValueError, match="expected at most 1,000 seeds, got") as caught:
+        read_seeds(text)
+    assert ".." in text or f"a single seed is {text}..{text}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "twice"),
+    [
+        ("rows:", "rows:\n  sste: []\n  'sste': []", "'sste' occurs twice"),
+        ("title:", "title: other\ntitle:", "'title' occurs twice"),
+    ],
+)
+def test_a_key_that_occurs_twice_is_refused(before, after, twice, tmp_path):
+    """One of both rows would be lost."""
+    dirs = written(tmp_path)
+    (file,) = tmp_path.rglob("mine.yaml")
+    file.write_text(file.read_text().replace(before, after, 1))
+    with pytest.raises(ConfigError, match=rf"mine.yaml cannot be read: {twice} in the block"):
+        load_table("mine", dirs)
 
 
 @pytest.mark.parametrize("text", ["0", "5..3", "1-3", "1,x", ""])

@@ -3,6 +3,7 @@
 import gc
 import io
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from sparsepretrain import config
 from sparsepretrain.console import Console
-from sparsepretrain.errors import ConfigError
+from sparsepretrain.errors import ConfigError, SparsePretrainError
 from sparsepretrain.sparsity.coverage import collapsed
 from sparsepretrain.training.loop import train_step
 from sparsepretrain.training.plan import bytes_per_entry, dry_run
@@ -277,3 +278,18 @@ def test_size_of_a_checkpoint(tiny, method):
     number, unit = re.search(r"checkpoint +│ ([\d.]+) ([KM])iB", out.getvalue()).groups()
     size = float(number) * {"K": 2**10, "M": 2**20}[unit]
     assert size == pytest.approx(sum(file.stat().st_size for file in files), rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        (["init.mask=nope"], ConfigError, "init.mask=nope: there is no such file, and no such"),
+        (["sparsity=sste", "init.mask=../masks.safetensors"], ConfigError, "sste has no mask that is"),
+        (["init.path=nowhere"], SparsePretrainError, "nowhere"),
+    ],
+)
+def test_what_a_run_would_start_from_is_looked_for(words, error, message):
+    Path("../masks.safetensors").touch()
+    method = [] if "sparsity=sste" in words else ["sparsity=asp", "sparsity.at=0"]
+    with pytest.raises(error, match=message):
+        show("experiment=smoke", *method, *words)

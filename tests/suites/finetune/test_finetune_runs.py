@@ -178,6 +178,8 @@ def test_language_model_fine_tunes_on_other_text(trained, tmp_path, small_corpus
         ([], "task=… is missing: choose from glue/cola"),
         (["task=glue/mprc"], "did you mean 'glue/mrpc'?"),
         (["task=glue/mrpc", "model=gpt2_nano"], "model comes from"),
+        (["task=glue/mrpc", "init.path=other"], "init.path is the checkpoint, the first argument"),
+        (["task=glue/mrpc", "model.path=other"], "model.path is the checkpoint"),
         (["task=glue/mnli", "task.metrics=[f1]"], "f1"),
         (["task=squad"], "task.max_length must be ≤ model.n_positions (256)"),
         (["task=squad", "task.max_length=64"], "task.max_length leaves no room"),
