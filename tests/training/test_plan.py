@@ -284,7 +284,11 @@ def test_size_of_a_checkpoint(tiny, method):
     ("words", "error", "message"),
     [
         (["init.mask=nope"], ConfigError, "init.mask=nope: there is no such file, and no such"),
-        (["sparsity=sste", "init.mask=../masks.safetensors"], ConfigError, "sste has no mask that is"),
+        (
+            ["sparsity=sste", "init.mask=../masks.safetensors"],
+            ConfigError,
+            "sste has no mask that is",
+        ),
         (["init.path=nowhere"], SparsePretrainError, "nowhere"),
     ],
 )
