@@ -41,7 +41,7 @@ from sparsepretrain.models.pretrained import (
 )
 from sparsepretrain.pruning import PruningMethod
 from sparsepretrain.pruning.journal import DirectoryJournal
-from sparsepretrain.pruning.layers import linear_layers
+from sparsepretrain.pruning.layers import linear_layers, require_layers
 from sparsepretrain.pruning.mask_files import NAME as MASKS
 from sparsepretrain.pruning.mask_files import write_masks
 from sparsepretrain.pruning.walk import Calibration, prune_model
@@ -342,6 +342,7 @@ def _prune_model(
     dtypes = stored_dtypes(path, model)
     require_finite(model.state_dict(), path)
     layers = _chosen(model, request.layers)
+    require_layers(model, dict.fromkeys(layers, request.pattern[1]))
     calibration = None
     before = []
     if text is not None:

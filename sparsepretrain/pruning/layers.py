@@ -36,18 +36,25 @@ def require_layers(model: nn.Module, layers: Mapping[str, int]) -> None:
     """Refuse layers of other classes, and widths that are not a multiple of M (name -> M).
 
     Raises:
-        ConfigError: one line per layer.
+        ConfigError: one line per problem, with the first layer that has it.
     """
     known = linear_layers(model)
-    problems = []
+    problems: dict[str, list[str]] = {}
     for name, m in layers.items():
         if name not in known:
             kind = type(model.get_submodule(name)).__name__
-            problems.append(f"{name} is {kind}: nn.Linear and Conv1D are pruned")
+            problems.setdefault(f"{kind} is no nn.Linear or Conv1D", []).append(name)
         elif (width := matrix_of(known[name]).shape[1]) % m:
-            problems.append(f"{name}: in_features {width} is not a multiple of {m}: leave it out")
+            text = f"in_features {width} is not a multiple of {m}"
+            problems.setdefault(text, []).append(name)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(
+            [
+                f"{first}{f' and {len(more)} more layers' if more else ''}: {text}: leave "
+                f"{'them' if more else 'it'} out"
+                for text, (first, *more) in problems.items()
+            ]
+        )
 
 
 def blocks_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:

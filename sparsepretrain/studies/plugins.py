@@ -230,7 +230,11 @@ def _set(config: DictConfig, word: str, override: Any) -> Iterator[str]:
     if override.is_sweep_override() and ".params" not in key:
         yield f"{word}: expected one value"
     elif not free and name not in known:
-        yield f"unknown key {key!r}{suggestion(name, known, f'{parent}.')}"
+        group = parent.replace(".", "/", 1)
+        hint = suggestion(name, known, f"{parent}.")
+        if config.hydra.runtime.choices.get(group) == "basic":  # nothing was chosen
+            hint = f": choose what has it with {group}=NAME (docs/many_runs.md)"
+        yield f"unknown key {key!r}{hint}"
     else:
         value = override.value()
         if override.is_sweep_override():  # the search reads it as typed

@@ -350,8 +350,8 @@ class Table:
             if directed and about and about.better is None:
                 yield f"claims[{i}].metric", f"{key!r} has no best value: set metrics.{key}.better"
             yield from _unknown(f"claims[{i}].of", claim.names, cells)
-            if twice := [each for each in claim.of if claim.of.count(each) > 1]:
-                yield f"claims[{i}].of", f"compares {twice[0]!r} with itself"
+            if itself := [each for each in claim.of if claim.of.count(each) > 1]:
+                yield f"claims[{i}].of", f"compares {itself[0]!r} with itself"
         for i, printed in enumerate(self.published):
             labels = {*self.rows, *self.columns}
             yield from _unknown(f"published[{i}].metric", [printed.metric], self.metrics)

@@ -327,6 +327,18 @@ def test_a_damaged_report_is_not_a_finished_command(tmp_path, capsys):
     assert "was not made by prune" in capsys.readouterr().err
 
 
+def test_widths_that_do_not_fit_are_one_line_each_before_text_is_read(tmp_path, capsys):
+    source = checkpoint(tmp_path / "hf")
+    words = ["--pattern", "2:3", *text(tmp_path)]
+    capsys.readouterr()
+    assert prune(source, tmp_path / "out", *words) == 2
+    told = capsys.readouterr()
+    lines = [line for line in told.err.splitlines() if "is not a multiple of 3" in line]
+    assert len(lines) == len(told.err.splitlines()) == 2
+    assert "more layers: in_features" in lines[0] and lines[0].endswith(": leave them out")
+    assert "perplexity" not in told.out + told.err
+
+
 def test_an_unknown_method_is_one_line(tmp_path, capsys):
     assert prune(tmp_path, tmp_path / "out", method="wand") == 2
     assert "'wanda'" in capsys.readouterr().err

@@ -76,6 +76,13 @@ SLURM = "hydra/launcher=submitit_slurm"
             [SLURM, "hydra.launcher.timeout_min=1", "hydra.launcher.tasks_per_node=2"],
             ["tasks_per_node must be 1, got 2", "signal_delay_s must be below timeout_min (60 s)"],
         ),
+        (
+            ["hydra.launcher.partition=x", "hydra.sweeper.n_trials=3"],
+            [
+                "'hydra.launcher.partition': choose what has it with hydra/launcher=NAME",
+                "'hydra.sweeper.n_trials': choose what has it with hydra/sweeper=NAME",
+            ],
+        ),
         ([SLURM, "hydra.launcher.mem_gb=a"], ["hydra.launcher.mem_gb must be a number or null"]),
         (["hydra/launcher=joblib", "hydra.launcher.n_jobs=a"], ["hydra.launcher.n_jobs: Value"]),
         (["hydra/sweeper=optuna"], ["hydra/sweeper=optuna needs a searched key"]),
