@@ -65,7 +65,7 @@ def export_run(
         raise cannot_write(directory, error) from error
     try:
         converted = convert.convert(source)
-        about = _write(converted, stage, onnx=onnx)
+        about = _write(converted, stage, directory, onnx=onnx)
         _publish(stage, directory)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
@@ -84,8 +84,10 @@ def export_run(
     return directory
 
 
-def _write(converted: convert.Converted, stage: Path, *, onnx: bool) -> dict[str, Any]:
-    """Write and check all files; return the content of ``sparsity.json``."""
+def _write(
+    converted: convert.Converted, stage: Path, directory: Path, *, onnx: bool
+) -> dict[str, Any]:
+    """Write and check all files of ``directory`` in ``stage``; return what ``sparsity.json`` has."""
     try:
         difference = convert.write(converted, stage)
         about = _about(converted, difference)
@@ -99,7 +101,7 @@ def _write(converted: convert.Converted, stage: Path, *, onnx: bool) -> dict[str
         for file in stage.rglob("*.safetensors"):  # safetensors creates private files
             shutil.copymode(stage / ABOUT, file)
     except OSError as error:
-        raise cannot_write(stage, error) from error
+        raise cannot_write(directory, error) from error
     return about
 
 

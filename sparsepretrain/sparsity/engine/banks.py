@@ -466,6 +466,8 @@ def _grouped(read: BankRead, func: Any, args: Sequence[Any], kwargs: Mapping[str
 def _einsum(read: BankRead, func: Any, args: Sequence[Any]) -> Tensor:
     """Multiply by slices of a bank as an equation of two tensors says."""
     text, *operands = args
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = [*operands[0]]
     name = f"einsum {text!r}"
     place = 0 if operands[0] is read else 1
     product = None
