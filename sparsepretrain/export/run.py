@@ -87,7 +87,7 @@ def export_run(
 def _write(
     converted: convert.Converted, stage: Path, directory: Path, *, onnx: bool
 ) -> dict[str, Any]:
-    """Write and check all files of ``directory`` in ``stage``; return what ``sparsity.json`` has."""
+    """Write and check the files of ``directory`` in ``stage``; return the content of ``ABOUT``."""
     try:
         difference = convert.write(converted, stage)
         about = _about(converted, difference)
