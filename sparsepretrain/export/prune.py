@@ -342,6 +342,7 @@ def _prune_model(
     dtypes = stored_dtypes(path, model)
     require_finite(model.state_dict(), path)
     layers = _chosen(model, request.layers)
+    # `prune_model` asks too, after the perplexity was measured
     require_layers(model, dict.fromkeys(layers, request.pattern[1]))
     calibration = None
     before = []

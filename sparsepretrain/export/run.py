@@ -126,7 +126,7 @@ def _place(source: WeightSource, out: Path | None) -> Path:
     about = _read_about(out / ABOUT)
     if "files" not in about:  # prune and save_pretrained write the file without this key
         raise ConfigError(f"{out} exists and is no export: choose another --out")
-    if {**about, **_run_of(source)} != about:
+    if any(about.get(key) != value for key, value in _run_of(source).items()):
         raise ConfigError(f"{out} is the export of another run: choose another --out")
     if foreign := sorted({*_files(out)} - {*about["files"]}):
         raise ConfigError(

@@ -121,7 +121,8 @@ class StepAdamW(Optimizer):
         """Threshold of :attr:`window_mean`: eps of the sparse parameters."""
         groups = self.param_groups
         sparse = (g for g in groups if any(id(p) in self._sparse for p in g["params"]))
-        return float(next(sparse, groups[0])["eps"])  # the first group: all are frozen
+        # without one, since all are frozen, nothing is compared with the threshold
+        return float(next(sparse, groups[0])["eps"])
 
     def mark_sparse(self, params: Iterable[Tensor]) -> None:
         """Set the parameters whose second moments are monitored and frozen.

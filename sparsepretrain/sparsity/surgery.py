@@ -92,8 +92,9 @@ def sparsify(
         ConfigError: an argument has the wrong type; method or option is unknown, or a value is out
             of range; a glob matches no layer, or decides none; a layer is sparse already, shares
             its weight, or has a width that is no multiple of M; ``model`` is a layer; weights are
-            sharded (DTensor); no layer supports the requested sparse or fp8 matmuls; the model was
-            compiled before. ``model`` is then as it was.
+            sharded (DTensor); no layer supports the requested sparse or fp8 matmuls; a layer has an
+            attribute of a name that sparse layers use; ``model`` is the result of torch.compile.
+            After any error ``model`` is as it was before.
     """
     targets, exclude = ([x] if isinstance(x, str) else x for x in (targets, exclude))
 

@@ -88,6 +88,7 @@ def _named(places: Sequence[str], results: TableResults) -> str:
         groups: dict[str, dict[str, str]] = {}
         for cell in begun:
             groups.setdefault(getattr(cell, axis), {})[cell.name] = getattr(cell, other)
+        # rows (columns) that have the value in more than half of their cells
         mostly = {
             label: cells
             for label, cells in groups.items()

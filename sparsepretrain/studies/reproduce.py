@@ -19,17 +19,13 @@ from sparsepretrain.studies.engine import Study
 from sparsepretrain.studies.jobs import Job
 from sparsepretrain.studies.launchers import EngineConf, Launcher, LocalQueueConf, SlurmQueueConf
 from sparsepretrain.studies.progress import Progress, StudyCell
-from sparsepretrain.studies.results import (
-    count_outdated,
-    not_recorded,
-    record_of,
-    selected,
-)
+from sparsepretrain.studies.results import count_outdated, not_recorded, record_of, selected
 from sparsepretrain.studies.submission import Submission
 from sparsepretrain.studies.tables import Scale, Stage, load_table
 from sparsepretrain.training import plan
 from sparsepretrain.training.derive import check_finetuning
 from sparsepretrain.training.hardware import visible_devices
+from sparsepretrain.training.resume import begins_anew
 from sparsepretrain.training.schedules import resolve_steps
 
 HERE = EngineConf()
@@ -252,13 +248,8 @@ def study_of(
 
 def _require_inputs(runs: Sequence[Run]) -> None:
     """Say once, before the first run, what this machine lacks: each run would end with it."""
-    # a run that continues has its weights in a checkpoint
-    new = [
-        run
-        for run in runs
-        if run.resume == "never" or not checkpoint.saved(RunDirectory.of(run).checkpoints)
-    ]
-    for path in dict.fromkeys(run.init.path for run in new if run.init.path):
+    starts = (run.init.path for run in runs if run.init.path and begins_anew(run))
+    for path in dict.fromkeys(starts):
         weights.find(path)
     problems = []
     for options in {repr(run.data): run.data for run in runs}.values():

@@ -428,7 +428,7 @@ def _mean(d: Difference, digits: int, sign: str = "") -> str:
 
 
 def _pairing(results: TableResults, table: Table) -> list[str]:
-    """Check that runs of a seed share initial weights, data order, evaluation and hardware."""
+    """Check that runs of a seed share initial weights, data order and evaluation, and hardware."""
     lines = []
     equal = []
     for name in SHARED:
@@ -454,6 +454,11 @@ def _pairing(results: TableResults, table: Table) -> list[str]:
             lines.append(f"- {label}: not recorded by {unknown} runs.")
     if equal:
         lines.insert(0, f"- Equal within each seed and setting: {', '.join(equal)}.")
+    return [*lines, *_hardware(results, table)] or ["Nothing was run."]
+
+
+def _hardware(results: TableResults, table: Table) -> list[str]:
+    """Return a line with the runs of a seed that had other hardware than what they compare with."""
     # percentages compare a run with one of its own column, and only they are compared further
     within = all(metric.percent_of for metric in table.metrics.values())
     machines: dict[tuple[str, int], dict[str, list[str]]] = {}
@@ -464,9 +469,9 @@ def _pairing(results: TableResults, table: Table) -> list[str]:
     differing = [
         f"seed {seed}: {_by_machine(ran)}" for (_, seed), ran in machines.items() if len(ran) > 1
     ]
-    if differing:
-        lines.append(f"- Hardware differs, and rounding with it: {'; '.join(differing)}.")
-    return lines or ["Nothing was run."]
+    if not differing:
+        return []
+    return [f"- Hardware differs, and rounding with it: {'; '.join(differing)}."]
 
 
 def _by_machine(machines: Mapping[str, Sequence[str]]) -> str:

@@ -21,8 +21,7 @@ from sparsepretrain.config.schema import Run, shares
 from sparsepretrain.console import Console, clock, count, significant
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.optim import build_optimizer
-from sparsepretrain.runs import checkpoint, weights
-from sparsepretrain.runs.directory import RunDirectory
+from sparsepretrain.runs import weights
 from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.sparsity.method import Method
 from sparsepretrain.sparsity.operand_table import W
@@ -41,6 +40,7 @@ from sparsepretrain.training.fixed_masks import require_fixed_mask, require_rule
 from sparsepretrain.training.hardware import peak_flops
 from sparsepretrain.training.precision import compute_dtype, describe
 from sparsepretrain.training.reach import require_reach, steps_to_zero
+from sparsepretrain.training.resume import begins_anew
 from sparsepretrain.training.schedules import learning_rate, warmup_steps
 from sparsepretrain.training.session import Session
 from sparsepretrain.training.teacher import FoundTeacher, find_teacher
@@ -77,7 +77,7 @@ def dry_run(run: Run, console: Console) -> None:
     inputs = layer_inputs(run, task, model)
     sparsifier = sparsify_model(run, task, model, device)
     require_fixed_mask(run, sparsifier, sharded=run.parallel.name == "fsdp")
-    if run.resume == "never" or not checkpoint.saved(RunDirectory.of(run).checkpoints):
+    if begins_anew(run):
         require_rule(run)
         if run.init.path:
             weights.find(run.init.path, console.warn)

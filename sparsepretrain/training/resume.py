@@ -9,13 +9,18 @@ from sparsepretrain.config import freeze
 from sparsepretrain.config.schema import Run
 from sparsepretrain.console import Console
 from sparsepretrain.errors import CheckpointError
-from sparsepretrain.runs.checkpoint import Checkpoint, newest_valid
+from sparsepretrain.runs.checkpoint import Checkpoint, newest_valid, saved
 from sparsepretrain.runs.directory import RunDirectory, similar_directory
 from sparsepretrain.sparsity import Method
 
 FIXED = ("model.", "task.", "data.", "sparsity.", "optim.name", "seed", "batch.size")
 """Keys that must equal the checkpoint's; other differences are logged. Also ``steps``, of methods
 whose every step depends on the length of the run."""
+
+
+def begins_anew(run: Run) -> bool:
+    """Return True if no checkpoint of the run will be loaded, so that it needs initial weights."""
+    return run.resume == "never" or not saved(RunDirectory.of(run).checkpoints)
 
 
 def choose_checkpoint(
@@ -44,8 +49,8 @@ def named_checkpoint(run: Run, console: Console) -> Checkpoint | None:
     if run.resume in ("auto", "never"):
         return None
     path = Path(run.resume)
-    saved = RunDirectory(path).checkpoints
-    newest = newest_valid(saved, console.warn) if saved.is_dir() else Checkpoint(path)
+    inside = RunDirectory(path).checkpoints
+    newest = newest_valid(inside, console.warn) if inside.is_dir() else Checkpoint(path)
     if newest is None:
         raise CheckpointError(f"resume={path}: there is no whole checkpoint in it")
     if not path.is_dir():

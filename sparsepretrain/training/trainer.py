@@ -40,7 +40,7 @@ from sparsepretrain.training.identity import run_hashes
 from sparsepretrain.training.loop import run_steps
 from sparsepretrain.training.observers import Throughput
 from sparsepretrain.training.precision import describe, tf32_note
-from sparsepretrain.training.resume import choose_checkpoint, named_checkpoint
+from sparsepretrain.training.resume import begins_anew, choose_checkpoint, named_checkpoint
 from sparsepretrain.training.session import Session
 from sparsepretrain.training.stopping import StoppedEarly, StopSignals
 from sparsepretrain.training.teacher import (
@@ -114,7 +114,7 @@ def _train(
 
     with StopSignals() as signals, own_warnings(console.warn), contextlib.ExitStack() as claim:
         with signals.at_once():  # data, weights and masks can take an hour
-            fresh = run.resume == "never" or not any(directory.checkpoints.glob("step_*"))
+            fresh = begins_anew(run)
             if fresh:
                 require_rule(run)
                 plan.warn_of_random_weights(run, console.warn)

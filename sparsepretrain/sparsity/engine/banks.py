@@ -147,8 +147,10 @@ class SparseBank(SparseWeight):
         """Return what the module multiplies by, of the shape of the weight: A(W), or W itself."""
         if torch.compiler.is_compiling():
             return self._read()
-        # Several parts of a forward share what it reads, and activation checkpointing of the parts
-        # would find more saved tensors in each recomputation than the parts after the first saved.
+        # Several parts of a forward share one read. Activation checkpointing of a part counts the
+        # tensors that its hooks see saved: the part that reads first would have more than the
+        # others, but each of them reads again when it is recomputed. Under hooks of its own, no
+        # tensor of the read is counted.
         with torch.autograd.graph.saved_tensors_hooks(_with_version, _of_version):
             return self._read()
 
@@ -205,8 +207,8 @@ def _of_version(kept: tuple[Tensor, int]) -> Tensor:
     tensor, version = kept
     if tensor._version != version:  # hooks switch torch's own check off
         raise RuntimeError(
-            "a bank was read by a forward whose backward runs after its weight was modified by an "
-            "in-place operation, such as the step of an optimizer"
+            "a bank was read by a forward, and modified by an in-place operation, such as the step "
+            "of an optimizer, before the backward: call backward before the step"
         )
     return tensor
 
@@ -463,7 +465,7 @@ def _grouped(read: BankRead, func: Any, args: Sequence[Any], kwargs: Mapping[str
     return torch.cat([y, y.new_zeros(missing, y.shape[1])]) if missing else y
 
 
-def _einsum(read: BankRead, func: Any, args: Sequence[Any]) -> Tensor:
+def _einsum(read: BankRead, func: Any, args: Sequence[Any]) -> Any:
     """Multiply by slices of a bank as an equation of two tensors says."""
     text, *operands = args
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
@@ -473,14 +475,11 @@ def _einsum(read: BankRead, func: Any, args: Sequence[Any]) -> Tensor:
     product = None
     if sum(isinstance(each, BankRead) for each in operands) == 1:
         product = product_of(text, [each.dim() for each in operands], place)
-    result: Tensor
     if product is None:
-        result = _unless_drawn(read, name, _call(func, args, {}))
-        return result
+        return _unless_drawn(read, name, _call(func, args, {}))
     _require_axis(read, product.sums_last, name)
     if not _needs_slices(read):
-        result = _call(func, args, {})
-        return result
+        return _call(func, args, {})
     slices, tokens = product.slices, product.tokens
     x = operands[1 - place]
     sizes = [x.shape[product.x.index(label)] for label in tokens]

@@ -39,6 +39,13 @@ class SparseConvolution(SparseLayer):
         return x, Convolution(self.stride, padding, self.dilation, self.groups)
 
 
+OWN_NAMES = frozenset(
+    name
+    for cls in (SparseWeight, SparseLayer, SparseConvolution)
+    for name in (*vars(cls), *cls.__annotations__)
+) - {"weight", "bias"}
+"""Names that sparse layers define or declare, except those of the layers that they replace."""
+
 _made: dict[type, type[SparseLayer]] = {}
 
 
@@ -79,19 +86,12 @@ def require_free_names(name: str, layer: nn.Module) -> None:
         ConfigError: the attribute of the layer, or ours, would be lost.
     """
     base = layer_family(type(layer))
-    own = {key for cls in (SparseWeight, SparseLayer, SparseConvolution) for key in _defined(cls)}
-    taken = {key for key in own if hasattr(layer, key) and not hasattr(base, key)}
-    if taken := taken - {"weight", "bias"}:
+    if taken := {key for key in OWN_NAMES if hasattr(layer, key) and not hasattr(base, key)}:
         kind = type(layer).__name__
         raise ConfigError(
             f"layer {name!r} ({kind}) has an attribute {min(taken)!r}, which sparse layers use for "
             "themselves: rename it, or exclude the layer"
         )
-
-
-def _defined(cls: type[nn.Module]) -> set[str]:
-    """Return the names that a class defines or declares itself."""
-    return {*vars(cls), *vars(cls).get("__annotations__", {})}
 
 
 def _set_attribute(layer: SparseLayer, name: str, value: Any) -> None:

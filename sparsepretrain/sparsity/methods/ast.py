@@ -106,7 +106,7 @@ class AST(RampedDecay, StoredMask):
     def residual(self, x: Tensor, state: LayerState) -> Tensor | None:
         if not self.has_residual:
             return None
-        # fp32, of weights of any dtype
+        # sums and means are fp32, also beside weights in bf16
         return linear(linear(x, state.sums.to(x.dtype)), state.means.to(x.dtype))
 
     def build_optimizer(self, groups: list[dict[str, Any]], options: Any) -> Optimizer:

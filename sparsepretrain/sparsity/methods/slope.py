@@ -128,5 +128,6 @@ class SLoPe(StoredMask):
     def residual(self, x: Tensor, state: LayerState) -> Tensor | None:
         if (factors := self.low_rank(state)) is None:
             return None
-        left, right = (factor.to(x.dtype) for factor in factors)  # fp32, of weights of any dtype
+        # the factors are fp32, also beside weights in bf16
+        left, right = (factor.to(x.dtype) for factor in factors)
         return linear(linear(x, right), left)
