@@ -8,7 +8,7 @@ At equal cost, a run is compared with a dense run of the same size that trains o
 costs as much, if a 2:4 matmul is ``factor`` times as fast as a dense one. Its loss is interpolated
 between the dense runs of this size: a parabola through the mean losses of three amounts of data, in
 logarithms of loss and tokens. Where a size has fewer amounts, or none with as few tokens, there is
-no such comparison.
+no such comparison. Dense runs of equal FLOPs that were trained need no interpolation.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ COSTS = {
     f"at equal cost, if a 2:4 matmul is {MEASURED:.2f} times as fast": MEASURED,
 }
 """Title of a comparison -> speed of a 2:4 matmul relative to a dense one; None: equal tokens."""
+TRAINED = "at equal FLOPs, against shorter dense runs that were trained"
+"""Title of the comparison without interpolation; 2:4 matmuls count as twice as fast."""
 
 Gaps = dict[str, dict[tuple[int, int], dict[int, float]]]
 """Row -> (N, tokens per parameter) -> seed -> percent above dense."""
@@ -107,6 +109,26 @@ def gaps(results: TableResults, table: Table, factor: float | None) -> Gaps:
             seeds = {s: 100 * (own[s] / (at_base[s] * shorter) - 1) for s in own if s in at_base}
             if seeds:
                 by_row.setdefault(row, {})[place.parameters, place.data] = seeds
+    return by_row
+
+
+def trained_gaps(results: TableResults, table: Table) -> Gaps:
+    """Return how far runs are above dense ones of equal FLOPs that were trained.
+
+    Those are rows of ``table.match``: shorter dense runs with a schedule of their own length. Gaps
+    are relative to the one with the same seed, and nothing is interpolated.
+    """
+    values = results.values(next(iter(table.metrics)))
+    by_row: Gaps = {}
+    for shorter, match in table.match.items():
+        if match.equal != "flops" or match.factor != 1:
+            continue
+        for place in places(results, table):
+            dense = values.get(cell_name(shorter, place.column), {})
+            own = values.get(cell_name(match.to, place.column), {})
+            seeds = {s: 100 * (own[s] / dense[s] - 1) for s in own if s in dense}
+            if seeds:
+                by_row.setdefault(match.to, {})[place.parameters, place.data] = seeds
     return by_row
 
 
@@ -255,8 +277,8 @@ def interpolation_check(results: TableResults, table: Table) -> str:
 def section(results: TableResults, table: Table) -> list[str]:
     """Return Markdown lines: gaps by size and data, how they change, and where they are zero."""
     lines: list[str] = []
-    for title, factor in COSTS.items():
-        found = gaps(results, table, factor)
+    tables = {title: gaps(results, table, factor) for title, factor in COSTS.items()}
+    for title, found in {**tables, TRAINED: trained_gaps(results, table)}.items():
         if not found:
             continue
         every = sorted({n for by_place in found.values() for n, _ in by_place})

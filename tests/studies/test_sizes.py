@@ -66,6 +66,25 @@ def test_gaps_are_relative_to_dense_with_the_same_seed():
         assert [*seeds.values()] == pytest.approx([5.0] * 5)
 
 
+def test_trained_dense_runs_of_equal_flops_need_no_interpolation():
+    gap = lambda n, d: dense_loss(n, (1 - SAVED) * n * d) / dense_loss(n, n * d)  # noqa: E731
+    results, table = results_of(gap, without={"dense @ 25000, 80", "SR-STE @ 100000, 5"})
+    found = sizes.trained_gaps(results, table)
+    assert [*found] == ["SR-STE"]
+    expected = {(n, d) for n in SIZES for d in DATA} - {(25_000, 80), (100_000, 5)}
+    assert {*found["SR-STE"]} == expected, "also with two amounts of data, and with the least"
+    for seeds in found["SR-STE"].values():
+        assert [*seeds.values()] == pytest.approx([0.0] * 5, abs=1e-9)
+    other = dataclasses.replace(results, cells=[c for c in results.cells if c.seed != 3])
+    later = [c for c in results.cells if c.seed == 3 and c.row != "dense, FLOPs of SR-STE"]
+    some = dataclasses.replace(results, cells=other.cells + later)
+    for by_place in (sizes.trained_gaps(r, table)["SR-STE"] for r in (other, some)):
+        assert {seed for seeds in by_place.values() for seed in seeds} == {0, 1, 2, 4}
+    for kind in ({"equal": "tokens"}, {"equal": "flops", "factor": 0.5}):
+        match = {"dense, FLOPs of SR-STE": dataclasses.replace(*table.match.values(), **kind)}
+        assert sizes.trained_gaps(results, dataclasses.replace(table, match=match)) == {}
+
+
 @pytest.mark.parametrize("factor", [2.0, 1.5, 1.064])
 def test_at_equal_cost_dense_runs_have_fewer_tokens(factor):
     """A run as good as a dense one of equal cost has no gap, whatever the speed."""
@@ -167,7 +186,7 @@ def test_the_page_has_gaps_the_check_of_the_interpolation_both_laws_and_a_figure
     results, table = results_of(lambda n, d: 1.05 - 0.01 * math.log2(n / 25_000), 0.002)
     page = render(results, {"sizes": table})
     text = "\n".join(page.lines)
-    for title in sizes.COSTS:
+    for title in (*sizes.COSTS, sizes.TRAINED):
         assert f"**Percent above dense, {title}**" in text
     assert "In 8 cells (25000, 20; 25000, 80; " in text
     assert "FLOPs relative to dense, by ascending size" in text and "SR-STE 0.90, 0.90" in text
