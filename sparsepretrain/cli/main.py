@@ -138,7 +138,9 @@ def _dispatch(argv: list[str]) -> int:
 
         return work(*argv[1:])
     plugins = [word for word in argv if word.startswith("plugins=")]
-    name, *rest = [word for word in argv if word not in plugins] or [""]
+    at = next((i for i, word in enumerate(argv) if word not in plugins), len(argv))
+    name = argv[at] if at < len(argv) else ""
+    rest = argv[at + 1 :] + argv[:at]
     if name in ("-V", "--version"):
         print(f"sparsepretrain {__version__}")
         return 0
@@ -156,10 +158,10 @@ def _dispatch(argv: list[str]) -> int:
             hint = f" (did you mean 'sparsepretrain train {name}'?)"
         raise UsageError(f"unknown verb {name!r}{hint}")
     verb = _verb(name)
-    if isinstance(verb, ConfiguredVerb):  # plug-ins are part of the configuration
-        rest += plugins
-    elif plugins and (problems := _load_plugins(plugins)):
-        raise ConfigError(problems)
+    if plugins and not isinstance(verb, ConfiguredVerb):  # else part of the configuration
+        if problems := _load_plugins(plugins):
+            raise ConfigError(problems)
+        rest = [word for word in rest if word not in plugins]
     try:
         args = parser(name).read(rest)
     except SystemExit as stop:  # argparse ends --help this way

@@ -60,7 +60,10 @@ class PruneVerb(ConfiguredVerb):
         except ConfigError as error:
             raise ConfigError([f"--method: {text}" for text in error.messages]) from error
         overrides: list[str] = []
-        options = read_settings(cls.Options, args.overrides, others=overrides)
+        # no glob has a =, and --layers takes all words that follow it
+        words = [word for word in args.layers if "=" in word]
+        layers = [word for word in args.layers if "=" not in word]
+        options = read_settings(cls.Options, [*args.overrides, *words], others=overrides)
         if "=" in args.checkpoint and not Path(args.checkpoint).exists():
             raise ConfigError(f"{args.checkpoint!r} is not a checkpoint: name one before KEY=VALUE")
         from sparsepretrain.console import Console
@@ -74,7 +77,7 @@ class PruneVerb(ConfiguredVerb):
             name=args.method,
             method=cls(options, n, m),
             out=args.out,
-            layers=args.layers,
+            layers=layers,
             sequences=args.sequences,
             overrides=overrides,
             config_dirs=args.config_dir,

@@ -7,6 +7,7 @@ Group choices are checked before Hydra sees them. All other overrides are set as
 from __future__ import annotations
 
 import functools
+import json
 import math
 import os
 import pickle
@@ -352,6 +353,18 @@ def _choose(parsed: Overrides, group: str, value: Any, options: list[str]) -> st
 def quote(text: str) -> str:
     """Quote a string in Hydra's grammar."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${") + "'"
+
+
+def literal(value: Any) -> str:
+    """Return a plain value in Hydra's grammar."""
+    if isinstance(value, str):
+        bare = re.fullmatch(r"[A-Za-z_][\w./-]*", value)
+        return value if bare and value.lower() not in ("null", "true", "false") else quote(value)
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(literal, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{literal(entry)}" for key, entry in value.items()) + "}"
+    return json.dumps(value)
 
 
 def shell_line(words: Iterable[str]) -> str:

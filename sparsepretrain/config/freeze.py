@@ -58,9 +58,10 @@ def hash_of(text: str) -> str:
 def experiment(config: Config) -> str:
     """Return what determines the results of a run, as JSON with sorted keys.
 
-    It omits the keys of ``NOT_IDENTITY``. ``parallel`` counts by device only: a run may continue on
-    another number of ranks. ``compile`` counts if it is ``model``, which changes rounding. The
-    order of ``sparsity.patterns`` counts; an empty one is omitted.
+    It omits the keys of ``NOT_IDENTITY``. ``parallel`` counts by device, and by ``sync_batchnorm``
+    if that is on: a run may continue on another number of ranks. ``compile`` counts if it is
+    ``model``, which changes rounding. The order of ``sparsity.patterns`` counts; an empty one is
+    omitted.
     """
     plain = _canonical(config)
     for group, _, key in (dotted.rpartition(".") for dotted in NOT_IDENTITY):
@@ -69,7 +70,10 @@ def experiment(config: Config) -> str:
     patterns = plain["sparsity"].pop("patterns", {})
     if patterns != {}:  # as text, whose order is kept: the first match decides
         plain["sparsity"]["patterns"] = json.dumps(patterns)
-    plain["parallel"] = {"name": "single", "device": plain["parallel"]["device"]}
+    parallel = plain["parallel"]
+    plain["parallel"] = {"name": "single", "device": parallel["device"]}
+    if parallel.get("sync_batchnorm"):
+        plain["parallel"]["sync_batchnorm"] = True
     return json.dumps(plain, sort_keys=True)
 
 

@@ -73,8 +73,11 @@ class ByteCodec:
         return Template((), (0,), (), ())
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of the bytes ``ids``; invalid UTF-8 becomes U+FFFD."""
-        return bytes(ids).decode(errors="replace")
+        """Return the text of the bytes ``ids``; invalid UTF-8 becomes U+FFFD.
+
+        Ids above 255 are left out: a model may have more rows than its tokenizer has tokens.
+        """
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
 class FileCodec:

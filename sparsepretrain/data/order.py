@@ -231,10 +231,14 @@ class Buckets:
         return order, np.argsort(words[size:], kind="stable")
 
 
+def padded_length(length: int) -> int:
+    """Return ``length`` rounded up to a multiple of four, as :func:`pad` does."""
+    return -(-length // MULTIPLE) * MULTIPLE
+
+
 def pad(rows: Sequence[np.ndarray], value: int) -> np.ndarray:
     """Stack rows into (rows, length) int64; pad with ``value`` to a multiple of four."""
-    longest = max(map(len, rows))
-    padded = np.full((len(rows), -(-longest // MULTIPLE) * MULTIPLE), value, dtype=np.int64)
+    padded = np.full((len(rows), padded_length(max(map(len, rows)))), value, dtype=np.int64)
     for row, tokens in zip(padded, rows, strict=True):
         row[: len(tokens)] = tokens
     return padded

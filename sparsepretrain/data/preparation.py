@@ -51,7 +51,7 @@ from sparsepretrain.data.tokens import (
     open_tokens,
 )
 from sparsepretrain.errors import DataError, SparsePretrainWarning
-from sparsepretrain.files import cache_directory, replacing, sync, write_atomic
+from sparsepretrain.files import cache_directory, replacing, sync, write_atomic, writer_tag
 
 VERSION = 3
 """Version of layout and contents, hashed into directory names: others are never opened."""
@@ -121,8 +121,14 @@ def prepare(
             try:
                 _build(source, directory, workers, report)
             except DataError:
-                if source.kind in FORMATS:  # hours of tokenized text survive a repair
+                # Hours of tokenized text from the network survive a repair. A repaired file has
+                # another time, and so its data another directory.
+                if source.kind in FORMATS or source.offline:
                     shutil.rmtree(f"{directory}.partial", ignore_errors=True)
+                raise
+            except FileNotFoundError:  # another machine has published, and removed its parts
+                with contextlib.suppress(Damaged):
+                    return open_tokens(directory)
                 raise
             return open_tokens(directory)
     except OSError as error:
@@ -188,7 +194,11 @@ def _locate(options: Any) -> tuple[Source, Path]:
 
 
 def _exclusive(directory: Path, report: OnProgress) -> Any:
-    """Acquire a file lock, which the system releases if the process dies."""
+    """Acquire a file lock, which the system releases if the process dies.
+
+    On some network file systems it holds on this machine only. Then two machines prepare the same
+    bytes: temporary names differ, and the second one takes what the first one has published.
+    """
     from filelock import FileLock, Timeout
 
     lock = FileLock(f"{directory}.lock")
@@ -211,7 +221,7 @@ def _build(source: Source, directory: Path, workers: int | None, report: OnProgr
         end = source.end_of_text or source.tokenizer.declared_end()
         if end is not None:
             write_atomic(parts / SETTINGS[0], declare_end(end))
-        write_atomic(tokenizer, content)
+        write_atomic(tokenizer, content, tag=writer_tag())
     parts.mkdir(exist_ok=True)
     codec = open_codec(tokenizer)
     if codec.vocab_size > source.vocab_size:
@@ -302,10 +312,10 @@ class _TrainingText:
             for text, _ in self.source.documents(shard):
                 yield text
                 seen += len(text)
+                if seen > TRAINING_TEXT:  # a shard may be a whole compressed corpus
+                    return
             done += shard.size
             phase(done)
-            if seen > TRAINING_TEXT:
-                return
 
 
 def _tokenize(job: _Job, shards: list[Shard], workers: int | None, report: OnProgress) -> None:
@@ -334,7 +344,7 @@ def _tokenize(job: _Job, shards: list[Shard], workers: int | None, report: OnPro
 def _tokenize_shard(job: _Job, codec: Codec, shard: Shard) -> int:
     end = np.array([] if codec.end_of_text is None else [codec.end_of_text], dtype=job.dtype)
     count = 0
-    with replacing(job.file(shard)) as stream:
+    with replacing(job.file(shard), tag=writer_tag()) as stream:
         for documents in _batches(job.source.documents(shard)):
             texts = [text for text, _ in documents]
             _refuse_ends(codec, texts, job.source)
@@ -375,8 +385,8 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 def _merge(job: _Job, shards: list[Shard], report: OnProgress) -> Path:
-    """Concatenate the shards of each split in the directory ``final`` and return its path."""
-    final = job.directory / "final"
+    """Concatenate the shards of each split in a directory of this process and return its path."""
+    final = job.directory / f"final{writer_tag()}"
     shutil.rmtree(final, ignore_errors=True)
     final.mkdir()
     total = sum(job.file(shard).stat().st_size for shard in shards)
@@ -484,6 +494,10 @@ class _Bounds(_Hashed):
 def _publish(final: Path, directory: Path) -> None:
     parts = final.parent
     sync(final)
+    with contextlib.suppress(Damaged):  # another machine was faster, see _exclusive
+        open_tokens(directory)
+        shutil.rmtree(parts, ignore_errors=True)
+        return
     if directory.exists():
         damaged = parts / "damaged"
         shutil.rmtree(damaged, ignore_errors=True)

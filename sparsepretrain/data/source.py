@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from sparsepretrain.config.compose import compose, literal, shell_line
+from sparsepretrain.config.strict import build
 from sparsepretrain.data.tokenizer import BYTES, Tokenizer, tokenizer
-from sparsepretrain.errors import Problems
+from sparsepretrain.errors import ConfigError, Problems
 from sparsepretrain.files import is_plain_name
 
 if TYPE_CHECKING:
@@ -177,12 +180,23 @@ class Source(ABC):
 
     def missing(self) -> str:
         """Return the message for data that training may not prepare on its own."""
-        words = f"sparsepretrain prepare data={self.options.name}"
-        if self.tokenizer.origin == "file":
-            words += f" data.tokenizer={self.tokenizer.name} data.vocab_size={self.vocab_size}"
-        if self.end_of_text is not None:
-            words += f" 'data.end_of_text=\"{self.end_of_text}\"'"
-        return f"{self.options.name} is not prepared: run `{words}`"
+        return f"{self.options.name} is not prepared: run `{prepare_command(self.options)}`"
+
+
+def prepare_command(options: Any) -> str:
+    """Return the command that prepares the data of ``options``, as typed in a shell."""
+    own = json.loads(json.dumps(dataclasses.asdict(options)))
+    command = f"sparsepretrain prepare data={options.name}"
+    try:
+        plain = compose([f"data={options.name}"])["data"]
+        default = dataclasses.asdict(build(type(options), plain))
+    except ConfigError:  # the YAML file has another name, or is in a directory of the user's
+        return f"{command} (with the data options of this run)"
+    default = json.loads(json.dumps(default))
+    changed = {key: value for key, value in own.items() if value != default.get(key)}
+    if changed.get("vocab_size") == tokenizer(getattr(options, "tokenizer", BYTES)).vocab_size:
+        del changed["vocab_size"]  # the tokenizer brings it
+    return shell_line([*command.split(), *(f"data.{k}={literal(v)}" for k, v in changed.items())])
 
 
 class IndexSource(Source):

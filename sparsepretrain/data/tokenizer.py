@@ -17,8 +17,8 @@ from sparsepretrain.data.encoding import (
     train_wordpiece,
 )
 from sparsepretrain.data.hub import hub_access
-from sparsepretrain.errors import DataError, reason
-from sparsepretrain.files import cache_directory, require_file, write_atomic
+from sparsepretrain.errors import DataError, cannot_write, reason
+from sparsepretrain.files import cache_directory, require_file, write_atomic, writer_tag
 from sparsepretrain.registry import suggestion
 
 
@@ -127,10 +127,14 @@ class Tokenizer:
         digest = hashlib.sha256(f"{content}{end}".encode()).hexdigest()[:16]
         file = cache_directory() / "tokenizers" / digest / "tokenizer.json"
         if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            if end is not None:
-                write_atomic(file.with_name(SETTINGS[0]), declare_end(end))
-            write_atomic(file, content)
+            tag = writer_tag()  # jobs that share a cache may all begin with the same checkpoint
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                if end is not None:
+                    write_atomic(file.with_name(SETTINGS[0]), declare_end(end), tag=tag)
+                write_atomic(file, content, tag=tag)
+            except OSError as error:
+                raise cannot_write(file, error) from error
         return file
 
 

@@ -16,7 +16,8 @@ from sparsepretrain.registry import register
 _FFN = ["blocks.*.mlp.fc1", "blocks.*.mlp.fc2"]
 _ATTENTION = ["blocks.*.attn.qkv", "blocks.*.attn.proj"]
 _TRANSFORMER = {"ffn": _FFN, "ffn_out": _FFN[1:], "attention": _ATTENTION}
-_RESNET = ["layer*.conv?", "layer*.downsample.0"]
+# of a shortcut with pooling (resnet50d) the convolution is the second part; norms are no targets
+_RESNET = ["layer*.conv?", "layer*.downsample.[01]"]
 _REGNET = ["s?.b*.conv?.conv", "s?.b*.downsample.conv"]
 _ROLES: dict[str, dict[str, list[str]]] = {
     "deit": _TRANSFORMER,
@@ -162,6 +163,9 @@ class TimmImage(Recipe):
 def _shrink_stem(model: Any) -> None:
     """Use a 3×3 stem without pooling (He et al., 2016, section 4.2), initialized as by timm."""
     old = model.conv1
+    if not isinstance(old, nn.Conv2d):
+        text = "expected imagenet, got cifar; the stem of this architecture is several convolutions"
+        raise ConfigError([("model.stem", f": {text}")])
     model.conv1 = nn.Conv2d(old.in_channels, old.out_channels, 3, padding=1, bias=False)
     nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
     model.maxpool = nn.Identity()

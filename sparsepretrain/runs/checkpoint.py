@@ -279,12 +279,15 @@ def _flushed(file: Path) -> str:
 
 
 def step_name(step: int) -> str:
-    """Return a name for ``step``; names sort by step."""
+    """Return a name for ``step``; names sort by step, up to eight digits."""
     return f"step_{step:08d}"
 
 
 def saved(directory: Path) -> dict[int, Path]:
-    """Return step -> path of each checkpoint in ``directory``, damaged ones included."""
+    """Return step -> path of each checkpoint in ``directory``, damaged ones included.
+
+    Other names, such as a copy ``step_best``, are the user's.
+    """
     paths = {p.name.removeprefix("step_"): p for p in sorted(directory.glob("step_*"))}
     return {int(number): path for number, path in paths.items() if number.isdigit()}
 
@@ -293,7 +296,7 @@ def newest_valid(
     directory: Path, warn: Callable[[str], None], parts: Iterable[str] | None = None
 ) -> Checkpoint | None:
     """Return the newest intact checkpoint; ``warn`` about newer, damaged ones."""
-    for path in sorted(directory.glob("step_*"), reverse=True):
+    for _, path in sorted(saved(directory).items(), reverse=True):
         checkpoint = Checkpoint(path)
         problem = checkpoint.problem(parts)
         if problem is None:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,11 @@ from sparsepretrain.errors import (
 from sparsepretrain.files import read_json, write_atomic, writer_tag
 from sparsepretrain.runs import checkpoint, origin, ownership, record
 from sparsepretrain.runs.ownership import Ownership
+
+_locks: weakref.WeakSet[IO[str]] = weakref.WeakSet()
+# Workers that load data are forks. One that outlives its run, by seconds after SIGKILL, must not
+# keep the lock; closing its copy of the file does not release it here.
+os.register_at_fork(after_in_child=lambda: [lock.close() for lock in _locks])
 
 SET_ASIDE = re.compile(r"\.old-\d+$")
 """Suffix of a run replaced by ``resume=never``."""
@@ -120,6 +126,13 @@ class RunDirectory:
         """Return the path of a step's masks: ``pack_24`` codes and shapes by layer."""
         return self.masks / f"{checkpoint.step_name(step)}.npz"
 
+    def has_trained(self, end: int) -> bool:
+        """Return True if the record reaches step ``end``, with checkpoints or without."""
+        try:
+            return any(line["step"] >= end for line in self.record())
+        except (ConfigError, DataError):
+            return False
+
     @contextlib.contextmanager
     def claim(self) -> Iterator[Ownership]:
         """Create and own the directory; remove it again if the run fails before writing.
@@ -133,7 +146,9 @@ class RunDirectory:
                 self.path.mkdir(parents=True, exist_ok=True)
                 # The empty file is kept: if a finished run removed it, two later ones could hold
                 # locks on two files.
-                self._lock(held.enter_context(open(self.lock_file, "w")))
+                lock = held.enter_context(open(self.lock_file, "w"))
+                _locks.add(lock)
+                self._lock(lock)
             except OSError as error:
                 _remove_empty(created)
                 raise ConfigError(self._not_writable(error)) from error
@@ -343,7 +358,7 @@ class RunDirectory:
         Raises:
             CheckpointError: the run has checkpoints, and the one that it started from has changed.
         """
-        if any(self.checkpoints.glob("step_*")):
+        if checkpoint.saved(self.checkpoints):
             origin.require_same(self.source_file, self)
         late = [path for step, path in checkpoint.saved(self.checkpoints).items() if step >= end]
         if all(checkpoint.Checkpoint(path).problem() is not None for path in late):

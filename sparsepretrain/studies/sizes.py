@@ -345,13 +345,14 @@ def _cells(
 ) -> list[str]:
     """Return the gap at every size, its change per doubling, and where it is zero."""
     by_size = over_sizes(by_place, data)
-    measured = [_percent(by_size[n]) if n in by_size else "–" for n in every]
+    measured = [gap_text(by_size[n]) if n in by_size else "–" for n in every]
     line = line_of({n: by_place[n, data] for n in by_size})
     if line is None:
         return [*measured, "–", "–"]
     return [*measured, f"{line.slope:+.2f} ± {line.half:.2f}", crossing_text(line, by_size)]
 
 
-def _percent(d: Difference) -> str:
+def gap_text(d: Difference) -> str:
+    """Return the mean gap with half of its 95 % interval, if there are seeds for one."""
     low, high = d.interval()
     return f"{d.mean:+.1f}" + (f" ± {(high - low) / 2:.1f}" if d.n > 1 else "")

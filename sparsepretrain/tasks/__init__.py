@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sparsepretrain import registry
 from sparsepretrain.config.schema import Run
+from sparsepretrain.data.order import padded_length
 from sparsepretrain.errors import Problems
 
 Batch = dict[str, Any]
@@ -89,12 +90,9 @@ class Task(ABC):
         if tokens is not None and rows is not None and tokens > rows:
             text = f"must be ≥ data.vocab_size ({tokens}), got {rows}"
             yield "model.vocab_size", f"{text}: set one of them, or another data.tokenizer"
-        for key in ("sequence_length", "max_length"):
-            length = getattr(options, key, 0)
-            for limit in ("n_positions", "max_position_embeddings"):
-                most = getattr(model, limit, None)
-                if most is not None and length > most:
-                    yield f"task.{key}", f"must be ≤ model.{limit} ({most}), got {length}"
+        for limit in ("n_positions", "max_position_embeddings"):
+            most = getattr(model, limit, None)
+            yield from too_long(options, most, f"model.{limit} ({most})")
 
     @property
     def capacity(self) -> int:
@@ -151,12 +149,29 @@ class Task(ABC):
         """Return True if the number of forwards in :meth:`observe` depends on the data."""
         return False
 
+    def require_metrics(self) -> None:  # noqa: B027 - most tasks need no package
+        """Raise an error if :meth:`metrics` needs a package that is missing; called before a run.
+
+        The last evaluation comes after all training, which would be lost.
+        """
+
     def metrics(self, observations: Iterable[Observation]) -> dict[str, float]:
         """Reduce all observations of an evaluation to numbers, ``loss`` among them.
 
         Rates and scores are percentages. Override for metrics that are not means.
         """
         return averages(observations)
+
+
+def too_long(options: Any, most: int | None, limit: str) -> Problems:
+    """Yield keys of a task with sequences longer than ``most`` positions; ``limit``: in words."""
+    for key in ("sequence_length", "max_length"):
+        length = getattr(options, key, 0)
+        # batches of sequences that differ in length are padded
+        longest = padded_length(length) if key == "max_length" else length
+        if most is not None and longest > most:
+            padded = f", which is padded to {longest}" if length <= most else ""
+            yield f"task.{key}", f"must be ≤ {limit}, got {length}{padded}"
 
 
 class ScoredTask(Task):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sparsepretrain.data.encoding import Codec, open_codec
 from sparsepretrain.data.formats import records
-from sparsepretrain.data.order import Shuffle, pad, windows
+from sparsepretrain.data.order import Shuffle, pad, padded_length, windows
 from sparsepretrain.data.preparation import load
 from sparsepretrain.data.tokenizer import tokenizer
 from sparsepretrain.data.tokens import TokenData
@@ -141,7 +141,7 @@ class RecordTask(ScoredTask):
     @property
     def capacity(self) -> int:
         """Tokens per padded sample: a multiple of four, so that no MVUE group spans two samples."""
-        return -(-self.options.max_length // 4) * 4
+        return padded_length(self.options.max_length)
 
     def build_model(self) -> nn.Module:
         return self.recipe.build_headed(self.model_options, self.head, self.outputs)

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsepretrain.data.encoding import Codec
-from sparsepretrain.errors import ConfigError, Problems, needs
+from sparsepretrain.data.encoding import Codec, Template
+from sparsepretrain.errors import ConfigError, DataError, Problems, needs
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, Observation, averages, cross_entropy
 from sparsepretrain.tasks._bases import RecordTask, RecordTaskOptions, Sample, join
@@ -53,6 +53,13 @@ class SequenceClassification(RecordTask):
         if "f1" in options.metrics and len(data.labels) != 2:
             raise ConfigError(f"task.metrics: f1 is for two classes, data has {len(data.labels)}")
 
+    @staticmethod
+    def conflicts(options: Any, model: Any, data: Any) -> Problems:
+        yield from RecordTask.conflicts(options, model, data)
+        named, entries = len(options.parts), len(getattr(data, "validation", ()))
+        if 1 < named < entries:
+            yield "task.parts", f"must name the {entries} entries of data.validation, got {named}"
+
     @property
     def regression(self) -> bool:
         """True if labels are real numbers."""
@@ -82,6 +89,8 @@ class SequenceClassification(RecordTask):
                 parts = [template.prefix, first, template.middle, second, template.suffix]
             else:
                 parts = [template.prefix, first[:room], template.end]
+            if not sum(map(len, parts)):
+                parts = [_stand_in(template)]
             begin = sum(map(len, parts[:3]))
             samples.append(Sample(join(*parts), begin, record["label"], record["part"]))
         return samples
@@ -95,6 +104,9 @@ class SequenceClassification(RecordTask):
     def predictions(self, scores: Tensor, batch: Batch) -> Observation:
         predicted = scores[:, 0] if self.regression else scores.argmax(dim=1)
         return {"predicted": predicted, "labels": batch["targets"], "parts": batch["about"]}
+
+    def require_metrics(self) -> None:
+        _libraries(self.options.metrics[0])
 
     def metrics(self, observations: Iterable[Observation]) -> dict[str, float]:
         """Return the task's metrics in percent, also per part if there are several.
@@ -116,9 +128,21 @@ class SequenceClassification(RecordTask):
             }
             result[metric] = sum(by_part.values()) / len(by_part)
             if len(names) > 1:
-                result |= {f"{metric}_{names[part]}": value for part, value in by_part.items()}
+                # the test split may have more parts than that of validation, which are named
+                name = dict(enumerate(names))
+                result |= {f"{metric}_{name.get(part, part)}": by_part[part] for part in by_part}
         wanted = [result[metric] for metric in self.options.metrics]
         return {**result, "score": sum(wanted) / len(wanted)}
+
+
+def _stand_in(template: Template) -> tuple[int, ...]:
+    """Return the token of a text without any, so that the head has a position to read."""
+    if not template.middle:
+        raise DataError(
+            "a record has no text, and the tokenizer has no end-of-text token to stand for it: "
+            "leave such records out"
+        )
+    return template.middle
 
 
 def _cut(first: Any, second: Any, room: int) -> tuple[Any, Any]:
@@ -127,11 +151,17 @@ def _cut(first: Any, second: Any, room: int) -> tuple[Any, Any]:
     return first[:length], second[: room - length]
 
 
-def _measure(metric: str, predicted: Sequence[float], labels: Sequence[float]) -> float:
-    """Compute one metric; a correlation with a constant is 0."""
+def _libraries(metric: str) -> tuple[Any, Any]:
+    """Import ``scipy.stats`` and ``sklearn.metrics``."""
     with needs(f"task.metrics: {metric}", "scikit-learn", "eval", error=ConfigError):
         from scipy import stats
         from sklearn import metrics
+    return stats, metrics
+
+
+def _measure(metric: str, predicted: Sequence[float], labels: Sequence[float]) -> float:
+    """Compute one metric; a correlation with a constant is 0."""
+    stats, metrics = _libraries(metric)
     if metric in CORRELATIONS:
         if len(set(predicted)) < 2 or len(set(labels)) < 2:
             return 0.0

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sparsepretrain.data.encoding import open_codec
 from sparsepretrain.data.formats import Pairs, pairs, references
-from sparsepretrain.data.order import Buckets, pad
+from sparsepretrain.data.order import Buckets, pad, padded_length
 from sparsepretrain.data.preparation import load
 from sparsepretrain.errors import DataError, Problems, needs
 from sparsepretrain.registry import register
@@ -92,10 +92,11 @@ class Translation(ScoredTask):
                 )
             return chosen
         most = self.model_options.max_position_embeddings
-        if longest.max() > most:
+        if padded_length(int(longest.max())) > most:
             raise DataError(
-                f"{name}: pair {longest.argmax() + 1} of {split} has {longest.max()} tokens, more "
-                f"than model.max_position_embeddings={most}: raise it, or shorten the pair"
+                f"{name}: pair {longest.argmax() + 1} of {split} has {longest.max()} tokens, in "
+                f"multiples of four more than model.max_position_embeddings={most}: raise it, or "
+                "shorten the pair"
             )
         return every
 
@@ -131,7 +132,7 @@ class Translation(ScoredTask):
 
     def example(self, size: int, device: torch.device) -> Batch:
         """Return full buckets of sentences of 32 tokens (or ``max_length``), without padding."""
-        length = -(-min(self.options.max_length, 32) // 4) * 4
+        length = padded_length(min(self.options.max_length, 32))
         pairs = size * max(1, self.options.max_tokens // length)
         rows = torch.zeros(pairs, length, dtype=torch.int64, device=device)
         batch = dict.fromkeys(("source", "previous", "targets"), rows)
@@ -187,6 +188,10 @@ class Translation(ScoredTask):
         )
         return [self._codec.decode(row) for row in hypotheses]
 
+    def require_metrics(self) -> None:
+        if self.options.bleu:
+            _bleu_class()
+
     def metrics(self, observations: Iterable[Observation]) -> dict[str, Any]:
         """Return ``loss`` (label-smoothed) and ``nll`` per token in nats, and ``perplexity``.
 
@@ -198,10 +203,14 @@ class Translation(ScoredTask):
         result["perplexity"] = math.exp(min(result["nll"], 700.0))
         hypotheses = [line for seen in observations for line in seen.get("hypotheses", ())]
         if hypotheses:
-            with needs("BLEU (without: task.bleu=false)", "sacrebleu", "mt"):
-                from sacrebleu.metrics import BLEU
             references = [line for seen in observations for line in seen["references"]]
-            metric = BLEU()
+            metric = _bleu_class()()
             score = metric.corpus_score(hypotheses, [references]).score
             result |= {"bleu": float(score), "bleu_signature": str(metric.get_signature())}
         return result
+
+
+def _bleu_class() -> Any:
+    with needs("BLEU (without: task.bleu=false)", "sacrebleu", "mt"):
+        from sacrebleu.metrics import BLEU
+    return BLEU

@@ -27,7 +27,7 @@ from sparsepretrain.sparsity.engine.own_forwards import layer_family
 from sparsepretrain.sparsity.matmuls.policy import SparseMatmulPolicy
 from sparsepretrain.sparsity.method import FineTuning
 from sparsepretrain.sparsity.schedule import Window
-from sparsepretrain.tasks import ScoredTask, Task, build_task
+from sparsepretrain.tasks import ScoredTask, Task, build_task, too_long
 from sparsepretrain.training import compilation
 from sparsepretrain.training.batches import TrainingBatches
 from sparsepretrain.training.classes import class_names, named_classes, order_classes
@@ -103,6 +103,8 @@ def build_session(
     planned = sparsify_model(run, task, bare, device)
     if fresh:
         require_fixed_mask(run, planned, sharded=sharded)
+    if not trains or run.eval.batches != 0:
+        task.require_metrics()
     if splits is None:
         splits = ("train", "validation") if run.eval.batches != 0 else ("train",)
     task.open_data(splits, on_progress=console.progress)
@@ -208,10 +210,8 @@ def build_model(task: Task, device: torch.device) -> nn.Module:
 def require_positions(task: Task) -> None:
     """Refuse sequences that are longer than the table of positions of a checkpoint."""
     most = task.recipe.positions(task.model_options)
-    for key in ("sequence_length", "max_length"):
-        length = getattr(task.options, key, 0)
-        if most is not None and length > most:
-            raise ConfigError([(f"task.{key}", f" must be ≤ {most}, its positions, got {length}")])
+    if problems := [*too_long(task.options, most, f"{most}, its positions")]:
+        raise ConfigError([(key, f" {problem}") for key, problem in problems])
 
 
 def synchronized(model: nn.Module, world: World) -> nn.Module:

@@ -83,8 +83,12 @@ def evaluated(source: WeightSource, overrides: Sequence[str], config_dirs: Seque
                 text = "token ids mean what the run's tokenizer says; leave it out"
                 raise ConfigError(f"{given[0]}: {text}")
             new |= _reading_options(source, new)
+    # an evaluation has one process, no global batch, and nothing to imitate
+    device = plain["parallel"]["device"]
+    plain["parallel"] = {"name": "single", "device": device, "reduction": "fast"}
     if "batch.micro" in typed:
-        plain["batch"]["size"] = plain["batch"]["micro"]  # evaluation has no global batch
+        plain["batch"]["size"] = plain["batch"]["micro"]
+    plain["teacher"] = {"name": "none"}
     return validate(plain)
 
 

@@ -81,7 +81,7 @@ class Guard:
         self.skipped += 1
         self.skips_in_a_row += 1
         allowed = 0 if self.rule == "stop" else MAX_SKIPS
-        if scaled and math.isfinite(loss):
+        if scaled and math.isfinite(loss) and not spike:
             allowed = MAX_OVERFLOWS
         if self.skips_in_a_row > allowed:
             times = f", {self.skips_in_a_row} steps in a row" if allowed else ""

@@ -11,6 +11,7 @@ are read and judged one step late (:func:`_update_then_judge_previous`).
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsepretrain.errors import DataError, DivergedError
+from sparsepretrain.errors import DataError, DivergedError, SparsePretrainError
 from sparsepretrain.tasks import Batch
 from sparsepretrain.training.guard import require_finite_weights
 from sparsepretrain.training.precision import autocast
@@ -47,19 +48,14 @@ def run_steps(
         # Evaluate and save before a step, not after it: a run that was interrupted here continues
         # with the evaluation and the checkpoint that it owes.
         if _owes_evaluation(session):
-            is_final = session.step >= session.end
-            metrics = evaluate(session, "validation", run.eval.batches, final=is_final)
+            metrics = _evaluate(session, save)
             if metrics is not None:
                 session.counters.evaluated = session.step
                 position = {"step": session.step, "tokens": session.counters.tokens}
                 log(position | {"split": "validation"} | metrics)
         stopping = session.stopping
         if session.step and (stopping is not None or _due(session, run.checkpoint.every)):
-            if session.last is not None:
-                _read_numbers(session, session.last)
-            require_finite_weights(session.model, session.parameters, session.world, session.step)
-            share_statistics(session)
-            save()
+            _save(session, save)
         if stopping is not None or session.step >= session.end:
             return stopping
         step = train_step(session)
@@ -76,6 +72,28 @@ def run_steps(
             log(line)
         if _every(run.log.masks_every, session.step):
             save_masks()
+
+
+def _evaluate(session: Session, save: Callable[[], None]) -> dict[str, float] | None:
+    """Evaluate; if that fails, save what was trained first, so that a restart evaluates again."""
+    is_final = session.step >= session.end
+    try:
+        return evaluate(session, "validation", session.run.eval.batches, final=is_final)
+    except Exception:
+        # of several ranks one may have failed alone, and saving waits for all of them
+        if session.step and session.world.size == 1:
+            with contextlib.suppress(SparsePretrainError):  # the first error is the one to read
+                _save(session, save)
+        raise
+
+
+def _save(session: Session, save: Callable[[], None]) -> None:
+    """Save a checkpoint of finite numbers."""
+    if session.last is not None:
+        _read_numbers(session, session.last)
+    require_finite_weights(session.model, session.parameters, session.world, session.step)
+    share_statistics(session)
+    save()
 
 
 def train_step(session: Session) -> Step:

@@ -66,7 +66,7 @@ def dry_run(run: Run, console: Console) -> None:
     require_a_sparse_step(run)
     warn_of_random_weights(run, console.warn)
     device = World.single(run.parallel.device).device
-    task = build_task(run)
+    task = _task_with_metrics(run)
     teacher = find_teacher(run, console.warn)
     model = build_model(task, META)
     cost = step_cost(run, task, model)
@@ -297,10 +297,18 @@ def check(run: Run) -> None:
     check_login(run.tracker)
     require_a_sparse_step(run)
     device = World.single(run.parallel.device).device
-    task = build_task(run)
+    task = _task_with_metrics(run)
     sparsifier = sparsify_model(run, task, build_model(task, META), device)
     require_fixed_mask(run, sparsifier, sharded=run.parallel.name == "fsdp")
     find_teacher(run, lambda line: None)
+
+
+def _task_with_metrics(run: Run) -> Task:
+    """Build the task; raise an error if the metrics of its evaluations need a missing package."""
+    task = build_task(run)
+    if run.eval.batches != 0:
+        task.require_metrics()
+    return task
 
 
 def size(number: float) -> str:

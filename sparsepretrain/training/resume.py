@@ -27,26 +27,32 @@ def choose_checkpoint(
     directory: RunDirectory, run: Run, named: Checkpoint | None, console: Console
 ) -> Checkpoint | None:
     """Return the checkpoint to resume from, or None to start from scratch."""
+    own = directory.checkpoints
     if run.resume == "never":
-        if any(directory.checkpoints.glob("step_*")) or directory.record_file.exists():
+        if any(own.glob("step_*")) or directory.record_file.exists():
             console.info(f"resume=never: the earlier run is kept in {directory.set_aside()}")
         return None
-    own = directory.checkpoints
     newest = newest_valid(own, console.warn)
-    if newest is None and any(own.glob("step_*")):
+    if newest is None and saved(own):
         raise CheckpointError(
             f"no checkpoint in {own} is whole: restore one, or start again with resume=never"
         )
-    if newest is None or named is None:
-        return newest or named
-    # a requeued resume=PATH continues its own run
-    console.info(f"this run has checkpoints of its own: {newest} is used instead of {named}")
-    return newest
+    if newest is None and directory.has_trained(run.steps):  # somebody made room on the disk
+        kept = directory.set_aside()
+        console.info(f"the checkpoints of this finished run are gone: its record is kept in {kept}")
+    return newest or named
 
 
 def named_checkpoint(run: Run, console: Console) -> Checkpoint | None:
-    """Return the checkpoint of ``resume=PATH``; None for ``auto`` and ``never``."""
+    """Return the checkpoint of ``resume=PATH``; None for ``auto`` and ``never``.
+
+    Also None if the run has checkpoints of its own.
+    """
     if run.resume in ("auto", "never"):
+        return None
+    if saved(own := RunDirectory.of(run).checkpoints):
+        # a requeued resume=PATH continues its own run, also when PATH is gone
+        console.info(f"this run has checkpoints of its own in {own}: {run.resume} is not read")
         return None
     path = Path(run.resume)
     inside = RunDirectory(path).checkpoints

@@ -209,3 +209,24 @@ def test_an_interrupt_that_a_library_swallows_still_ends_the_command(
     finally:
         signal.signal(signal.SIGINT, before)
     assert capfd.readouterr().err == "sparsepretrain: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("RUN", "plugins=[a.py]", "--method", "wanda", "--out", "o", "--layers", "ffn", "!*.up"),
+        ("RUN", "--method", "wanda", "--out", "o", "--layers", "ffn", "!*.up", "plugins=[a.py]"),
+        ("RUN", "--layers", "ffn", "!*.up", "plugins=[a.py]", "--method", "wanda", "--out", "o"),
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_overrides_are_no_layers(monkeypatch, words, first):
+    from sparsepretrain.export import prune
+
+    requests = []
+    monkeypatch.setattr(prune, "prune_checkpoint", lambda request, _: requests.append(request))
+    rest = [word for word in words if word != "plugins=[a.py]"]
+    assert cli.main(["plugins=[a.py]", "prune", *rest] if first else ["prune", *words]) == 0
+    (request,) = requests
+    assert (request.checkpoint, request.layers) == ("RUN", ["ffn", "!*.up"])
+    assert request.overrides == ["plugins=[a.py]"]

@@ -59,6 +59,15 @@ def test_identity_ignores_keys_that_change_no_result(key, value):
     assert freeze.identity(changed(key, value)) == freeze.identity(PLAIN)
 
 
+def test_batch_norm_over_all_ranks_is_another_experiment():
+    ddp = {**PLAIN["parallel"], "name": "ddp", "nproc": 2}
+    identities = {
+        freeze.identity({**PLAIN, "parallel": ddp | {"sync_batchnorm": synchronized}})
+        for synchronized in (False, True)
+    }
+    assert len(identities) == 2 and freeze.identity(PLAIN) in identities
+
+
 def test_identity_depends_on_all_other_keys():
     excluded = {*freeze.NOT_IDENTITY, "parallel", "compile"}
     for key in freeze.flat(PLAIN):

@@ -1,7 +1,10 @@
+import contextlib
+import hashlib
 import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,13 +16,16 @@ import numpy as np
 import pytest
 
 from sparsepretrain import registry
+from sparsepretrain.config import strict
+from sparsepretrain.config.compose import compose
 from sparsepretrain.data import preparation
 from sparsepretrain.data.encoding import LONGEST_WORD, FileCodec, train_bpe, train_wordpiece
 from sparsepretrain.data.order import windows
 from sparsepretrain.data.preparation import load, prepare
+from sparsepretrain.data.source import prepare_command
 from sparsepretrain.data.sources import _files
 from sparsepretrain.data.tokenizer import tokenizer
-from sparsepretrain.errors import DataError, SparsePretrainWarning
+from sparsepretrain.errors import DataError, SparsePretrainError, SparsePretrainWarning
 from sparsepretrain.files import cache_directory
 from support import ROOT
 
@@ -301,6 +307,96 @@ def test_two_processes_at_once_give_one_result(options, corpus, cache):
     assert len({tuple(r[:2]) for r in results}) == 1
     assert [r[2] for r in results].count("True") == 1  # one worked, the others waited
     assert len(left_over(cache)) == 1
+
+
+def test_where_locks_hold_on_one_machine_only_two_give_one_result(
+    options, corpus, cache, monkeypatch
+):
+    """The second machine publishes while the first one is about to, and removes its parts."""
+    chosen = options("python_source", roots=[str(corpus)])
+    monkeypatch.setattr(preparation, "_exclusive", lambda *_: contextlib.nullcontext())
+    publish, data = preparation._publish, []
+
+    def slowly(final, directory):
+        if not data:
+            data.append(None)
+            data[0] = prepare(chosen)
+        publish(final, directory)
+
+    monkeypatch.setattr(preparation, "_publish", slowly)
+    assert prepare(chosen).fingerprint == data[0].fingerprint
+    assert left_over(cache) == [data[0].directory.name]
+
+
+def test_a_corpus_that_is_repaired_leaves_no_parts(options, tmp_path, cache):
+    (tmp_path / "a.txt").write_text("sheep\n" * 99)
+    (tmp_path / "b.txt").write_bytes(b"goats \xff\n" * 99)
+    words = {"files": [f"{tmp_path}/*.txt"], "tokenizer": "bpe", "vocab_size": 300}
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"b\.txt"):
+            prepare(options("text_files", **words))
+    (tmp_path / "b.txt").write_text("goats\n" * 99)
+    assert left_over(cache) == []
+    assert [prepare(options("text_files", **words)).directory.name] == left_over(cache)
+
+
+def test_a_tokenizer_sees_a_part_of_a_large_shard(options, tmp_path, monkeypatch):
+    rows = "".join(json.dumps({"text": f"{i} sheep " * 9}) + "\n" for i in range(400))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    monkeypatch.setattr(preparation, "TRAINING_TEXT", 1000)
+    files = {"path": "json", "data_files": [str(tmp_path / "rows.jsonl")]}
+    chosen = options("document_files", tokenizer="bpe", **files)
+    source = registry.get("source", chosen.source)(chosen)
+    shards = [replace(shard, index=i) for i, shard in enumerate(source.shards())]
+    texts = [*preparation._TrainingText(source, shards, lambda progress: None)]
+    assert 1000 < sum(map(len, texts)) < 1200
+
+
+def test_a_tokenizer_of_the_hub_is_cached_by_several_processes(tmp_path, monkeypatch):
+    hub = tokenizer("owner/name")
+    monkeypatch.setattr(type(hub), "read", lambda self: "{}")
+    monkeypatch.setattr(type(hub), "declared_end", lambda self: "</s>")
+    made = tmp_path / "cache" / "tokenizers"
+    digest = hashlib.sha256(b"{}</s>").hexdigest()[:16]
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (made / digest / f"{name}.tmp").mkdir(parents=True)  # as if another one wrote it now
+    assert hub.file() == made / digest / "tokenizer.json"
+    assert hub.file().read_text() == "{}"
+    monkeypatch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(hub.file()))
+    with pytest.raises(SparsePretrainError, match=r"^cannot write .*tokenizer.json: Not a dir"):
+        hub.file()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("data=wikitext2",),
+        ("data=wikitext2", "data.tokenizer=bytes"),
+        ("data=c4_shard", "data.split='train[:5%]'", "data.tokenizer=openai-community/gpt2"),
+        ("data=c4_shard", "data.data_files=['en/a b.gz']", "data.end_of_text='</s>'"),
+        ("data=c4_shard", "data.data_files={train: [a.gz], test: ['it\\'s.gz']}", "data.seed=1"),
+        ("data=wmt14_ende", "data.vocab_size=16384"),
+        ("data=wmt14_ende", "data.tokenizer='/my dir/$t.json'", "data.vocab_size=99"),
+        ("data=cifar10",),
+    ],
+)
+def test_the_command_of_missing_data_prepares_this_data(words):
+    def options_of(*words):
+        plain = compose(words)["data"]
+        return strict.build(registry.get("source", plain["source"]).Options, plain, "data")
+
+    chosen = options_of(*words)
+    program, verb, *typed = shlex.split(prepare_command(chosen))
+    assert (program, verb) == ("sparsepretrain", "prepare")
+    assert typed[0] == words[0] and (len(typed) > 1) is (len(words) > 1)
+    assert options_of(*typed) == chosen
+
+
+def test_data_of_a_file_that_is_not_shipped_is_named_with_its_options():
+    plain = compose(["data=c4_shard", "data.name=mine"])["data"]
+    chosen = strict.build(registry.get("source", plain["source"]).Options, plain, "data")
+    expected = "sparsepretrain prepare data=mine (with the data options of this run)"
+    assert prepare_command(chosen) == expected
 
 
 def test_unwritable_cache_is_refused(options, corpus, tmp_path, monkeypatch):

@@ -56,6 +56,22 @@ def test_experiments_build(experiment):
     assert run.name == experiment and len(layers) >= 8
 
 
+@pytest.mark.parametrize(
+    ("architecture", "stem"), [("resnet18d", "cifar"), ("resnet50d", "imagenet")]
+)
+def test_stems_and_shortcuts_of_several_layers(architecture, stem):
+    model = "resnet18_cifar" if stem == "cifar" else "resnet50"
+    run = load(f"model={model}", f"model.architecture={architecture}")
+    task = build_task(run)
+    if stem == "cifar":
+        with pytest.raises(ConfigError, match=r"model\.stem: expected imagenet, got cifar"):
+            build_model(task, META)
+        return
+    layers = sparsify_model(run, task, build_model(task, META)).layers
+    shortcuts = [name for name in layers if "downsample" in name]
+    assert shortcuts == [f"layer{i}.0.downsample.1" for i in range(1, 5)]
+
+
 @pytest.mark.parametrize("model", SIZES)
 def test_sizes_are_published_and_roles_leave_out_stem_and_classifier(model):
     run = load(f"model={model}")

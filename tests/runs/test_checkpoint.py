@@ -561,3 +561,17 @@ def test_crafted_records_are_one_line(tiny):
         directory.record_file.write_text(f"{line}\n{lines}")
         with pytest.raises(DataError, match="line 1"):
             directory.record()
+
+
+def test_copies_by_the_user_are_no_newest_checkpoint(tmp_path):
+    for step in (1, 2, 100_000_000):
+        save(tmp_path, step)
+        shutil.copytree(
+            tmp_path / checkpoint.step_name(1), tmp_path / "step_best", dirs_exist_ok=True
+        )
+        found, warnings = newest(tmp_path)
+        assert found.step == step and not warnings
+    for path in checkpoint.saved(tmp_path).values():
+        shutil.rmtree(path)
+    assert newest(tmp_path) == (None, [])
+    assert Checkpoint(tmp_path / "step_best").problem() is None, "it can be named"

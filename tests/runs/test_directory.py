@@ -1,5 +1,9 @@
 """The directory of a run: found, and read back."""
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,3 +54,34 @@ def test_a_mistyped_directory_is_answered_with_a_similar_one(tmp_path, monkeypat
     with pytest.raises(ConfigError) as caught:
         find_runs([Path("elsewhere")])
     assert "did you mean" not in str(caught.value)
+
+
+def test_a_worker_that_outlives_its_run_does_not_keep_the_directory(tmp_path):
+    """As workers that load data do, for seconds after SIGKILL."""
+    code = f"""if True:
+        import os, time
+        from pathlib import Path
+        from sparsepretrain.runs.directory import RunDirectory
+        with RunDirectory(Path({str(tmp_path / "run")!r})).claim():
+            worker = os.fork()
+            if worker == 0:
+                time.sleep(60)
+                os._exit(0)
+            print(worker, flush=True)
+            time.sleep(60)
+    """
+    run = RunDirectory(tmp_path / "run")
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    worker = int(process.stdout.readline())
+    try:
+        with pytest.raises(ConfigError, match="another process is training"), run.claim():
+            pass
+        process.kill()
+        process.wait()
+        os.kill(worker, 0)  # it lives
+        with run.claim():
+            assert run.lock_file.exists()
+    finally:
+        process.kill()
+        process.stdout.close()
+        os.kill(worker, signal.SIGKILL)

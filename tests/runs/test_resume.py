@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 from contextlib import nullcontext
 
@@ -223,3 +224,45 @@ def test_finished_run_is_unchanged_and_resume_never_keeps_it(tiny):
     assert str(kept) in second.output
     assert first.directory.with_name(first.directory.name + ".old-2").is_dir()
     assert_same_run(kept, first.directory)
+
+
+def test_a_run_that_was_resumed_from_another_goes_on_without_it(tiny, plain, stop_after):
+    stop_after(3)
+    source = tiny.train().directory
+    words = ("name=other", f"resume='{source}'")
+    stop_after(5)
+    assert tiny.train(*words).code == 143
+    shutil.rmtree(source)
+    stop_after(-1)
+    outcome = tiny.train(*words)
+    assert outcome.code == 0 and "has checkpoints of its own" in outcome.output
+    assert_same_run(plain(), outcome.directory)
+    assert "is finished" in tiny.train(*words).output
+
+
+def test_the_record_of_a_finished_run_outlives_its_checkpoints(tiny):
+    run = tiny.train().directory
+    record = (run / "metrics.jsonl").read_bytes()
+    shutil.rmtree(run / "checkpoints")
+    outcome = tiny.train()
+    kept = run.with_name(f"{run.name}.old-1")
+    assert outcome.code == 0 and f"its record is kept in {kept}" in outcome.output
+    assert (kept / "metrics.jsonl").read_bytes() == record
+    assert metrics(run) == metrics(kept)
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tiny, monkeypatch):
+    step, calls = loop.train_step, []
+
+    def fail(session):
+        calls.append(session.step)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return step(session)
+
+    monkeypatch.setattr(loop, "train_step", fail)
+    with pytest.raises(KeyboardInterrupt):
+        tiny.train("checkpoint.every=0")
+    outcome = tiny.train("checkpoint.every=0")
+    assert outcome.code == 0 and "is kept in" not in outcome.output
+    assert [path.name for path in outcome.directory.parent.iterdir()] == [outcome.directory.name]

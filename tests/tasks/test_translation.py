@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import sparsepretrain as sp
 from sparsepretrain import config
+from sparsepretrain.data.encoding import ByteCodec
 from sparsepretrain.errors import ConfigError, DataError
 from sparsepretrain.tasks import build_task
 from support.tiny_translation import TinyTranslation
@@ -255,7 +256,7 @@ def test_long_training_pairs_are_left_out_and_long_held_out_ones_refused(tiny):
     task = build_task(tiny.load("task.max_length=2"))
     with pytest.raises(DataError, match=r"raise task\.max_length"):
         task.open_data(("train",))
-    task = build_task(tiny.load("task.max_length=30", "model.max_position_embeddings=30"))
+    task = build_task(tiny.load("task.max_length=28", "model.max_position_embeddings=28"))
     with pytest.raises(DataError, match=r"pair \d+ of validation has \d+ tokens"):
         task.open_data(("train", "validation"))
 
@@ -282,3 +283,20 @@ def test_bad_options_are_refused(tiny, override, message):
         tiny.load(*override.split())
     with pytest.raises(ConfigError, match="task=translation"):  # data of another kind
         config.load(["model=transformer_nano", "data=python_source"])
+
+
+def test_rows_of_the_model_that_are_no_tokens_are_left_out_of_text():
+    assert ByteCodec().decode([104, 256, 105, 1023]) == "hi"
+
+
+def test_held_out_pairs_are_padded_within_the_positions(tiny):
+    task = build_task(tiny.load())
+    task.open_data(("validation",))
+    longest = int(task._pairs["validation"].lengths.max())
+    words = "task.max_length=4", f"model.max_position_embeddings={-(-longest // 4) * 4}"
+    build_task(tiny.load(*words)).open_data(("validation",))
+    tight = build_task(
+        tiny.load(words[0], f"model.max_position_embeddings={-(-longest // 4) * 4 - 1}")
+    )
+    with pytest.raises(DataError, match="in multiples of four more than model"):
+        tight.open_data(("validation",))

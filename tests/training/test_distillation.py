@@ -305,10 +305,12 @@ def test_a_dry_run_counts_the_teacher(tiny, dense):
     assert str(dense()) in row and "adds 33%" in out.getvalue()
 
 
-def test_evaluation_needs_no_teacher(tiny, dense, tmp_path):
+@pytest.mark.parametrize("teacher", ["checkpoint", "self"])
+def test_evaluation_needs_no_teacher(tiny, tmp_path, teacher):
     source = tmp_path / "gone"
     tiny.train("sparsity=dense", f"runs_dir='{source}'", "name=gone")
-    (teacher,) = (source / "gone").iterdir()
-    student = tiny.train("teacher=checkpoint", f"teacher.path='{teacher}'").directory
-    teacher.rename(tmp_path / "moved")
+    (dense,) = (source / "gone").iterdir()
+    key = "teacher.path" if teacher == "checkpoint" else "init.path"
+    student = tiny.train(f"teacher={teacher}", f"{key}='{dense}'").directory
+    dense.rename(tmp_path / "moved")
     assert main(["eval", str(student)]) == 0

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from sparsepretrain.errors import CheckpointError, DataError, DivergedError
 from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.checkpoint import Checkpoint
 from sparsepretrain.runs.directory import RunDirectory
-from sparsepretrain.training import trainer, validation
+from sparsepretrain.runs.weights import WeightSource
+from sparsepretrain.training import derive, trainer, validation
 from sparsepretrain.training.evaluation import evaluate_checkpoint
 from support.tiny_runs import Tiny, final_state, metrics
 
@@ -75,6 +77,25 @@ def test_a_line_per_evaluation_is_appended(tiny, tmp_path):
     assert len((run / "eval.jsonl").read_text().splitlines()) == 3
     assert json.loads((tmp_path / "there" / "results.jsonl").read_text())["step"] == 6
     assert (run / "metrics.jsonl").read_bytes() == record, "evaluating leaves the record alone"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("parallel=ddp", "parallel.nproc=2", "batch.micro=2"),
+        ("parallel=ddp", "parallel.sync_batchnorm=true"),  # refused on a CPU
+        ("parallel=fsdp", "parallel.nproc=2", "parallel.replicas=2", "batch.micro=2"),
+        ("parallel.reduction=tree", "batch.micro=2"),
+    ],
+)
+def test_an_evaluation_has_one_process_however_the_run_was_trained(tiny, words):
+    config = tiny.load(*words).plain
+    for more in ((), ("batch.micro=7",), ("parallel=single",)):
+        run = derive.evaluated(
+            WeightSource(Path("run"), config=config), ["parallel.device=cpu", *more], ()
+        )
+        assert (run.parallel.name, run.parallel.device, run.nproc) == ("single", "cpu", 1)
+        assert run.batch.micro == (7 if "batch.micro=7" in more else config["batch"]["micro"])
 
 
 def test_long_evaluation_prints_progress(trained, monkeypatch):

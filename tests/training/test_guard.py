@@ -1,6 +1,7 @@
 """What ``guard`` skips, what it leaves as it is then, and that resumed runs skip the same."""
 
 import copy
+import math
 import random
 
 import pytest
@@ -115,6 +116,19 @@ def test_skip_keeps_the_weights_and_the_data_order(tiny, short, rule, factor):
 def test_spikes_one_after_the_other_end_the_run():
     with pytest.raises(DivergedError, match=r"norm 1e\+20 is a spike, 11 steps in a row; nothing"):
         judged([*noise(64), *(10.0 ** (10 + k) for k in range(11))])
+
+
+def test_spikes_under_loss_scaling_are_no_overflows():
+    guard = Guard("spike")
+    words = {"sparse": True, **WORDS, "scaled": True}
+    for value in noise(64):
+        guard.accepts(value, value, **words)
+    with pytest.raises(DivergedError, match="is a spike, 11 steps in a row"):
+        for k in range(12):
+            guard.accepts(10.0 ** (10 + k), 1.0, **words)
+    guard = Guard("spike")
+    for _ in range(40):  # overflows, whose loss is finite
+        assert not guard.accepts(4.0, math.inf, **words)
 
 
 @pytest.mark.parametrize("rule", ["stop", "skip"])

@@ -1,9 +1,15 @@
 """What is refused or noted before a run starts."""
 
+import io
+import sys
+
 import pytest
 
 from sparsepretrain import config
-from sparsepretrain.errors import ConfigError
+from sparsepretrain.console import Console
+from sparsepretrain.errors import ConfigError, DataError
+from sparsepretrain.training import plan
+from sparsepretrain.training.assembly import build_session
 from sparsepretrain.training.plan import require_a_sparse_step, warmup_note
 
 
@@ -38,3 +44,16 @@ def test_long_warm_up_is_noted():
     assert str(warmup_note(load("schedule.warmup=49"))).startswith("the warm-up (49 steps)")
     assert warmup_note(load("schedule.warmup=10")) is None
     assert warmup_note(load("schedule=triangle", "schedule.peak=0.5")) is None
+
+
+@pytest.mark.parametrize("start", [plan.check, plan.dry_run, build_session])
+def test_packages_of_the_last_evaluation_are_asked_for_before_the_first_step(monkeypatch, start):
+    run = load("model=transformer_nano", "data=cldr_ende")
+    more = () if start is plan.check else (Console(io.StringIO()),)
+    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
+    with pytest.raises(DataError, match=r"sacrebleu: pip install 'sparsepretrain\[mt\]'"):
+        start(run, *more)
+    run.eval.batches = 0
+    plan.check(run)
+    run.eval.batches, run.task.bleu = None, False
+    plan.check(run)

@@ -11,7 +11,8 @@ from sparsepretrain import kernels
 from sparsepretrain.config import freeze
 from sparsepretrain.errors import SparsePretrainError
 from sparsepretrain.runs import checkpoint
-from support.tiny_runs import METHODS, metrics
+from sparsepretrain.training.loop import run_steps
+from support.tiny_runs import METHODS, Tiny, assert_same_run, metrics
 
 
 def test_mask_files_equal_the_masks_of_the_weights(tiny):
@@ -141,3 +142,41 @@ def test_a_metric_that_is_not_finite_is_shown(tiny, monkeypatch):
 def test_training_without_a_sparse_step_is_noted(tiny):
     step = ("sparsity=step", "sparsity.clipping=[null, null]")
     assert "no step trained sparse" in tiny.train(*step).output
+
+
+@pytest.mark.parametrize("error", [ImportError("no package"), ZeroDivisionError("a plug-in's")])
+def test_an_evaluation_that_fails_loses_no_step(tiny, tmp_path, monkeypatch, error):
+    from sparsepretrain.tasks._bases import WindowTask
+
+    words = ("steps=5", "checkpoint.every=0", "eval.every=0")
+    metrics_of = WindowTask.metrics
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(WindowTask, "metrics", fail)
+    for _ in range(2):  # a restart takes no further step
+        with pytest.raises(type(error)):
+            tiny.train(*words)
+        (run,) = tiny.directory(*words).parent.iterdir()
+        assert [*checkpoint.saved(run / "checkpoints")] == [5]
+    monkeypatch.setattr(WindowTask, "metrics", metrics_of)
+    assert tiny.train(*words).code == 0
+    whole = Tiny(tmp_path / "whole", tiny.corpus).train(*words)
+    assert_same_run(run, whole.directory)
+
+
+def test_nothing_that_is_not_finite_is_saved_when_an_evaluation_fails(tiny, monkeypatch):
+    from sparsepretrain.tasks._bases import WindowTask
+
+    def fail(task, observations):
+        weight = next(session.model.parameters())
+        weight.detach().fill_(math.nan)
+        raise ZeroDivisionError
+
+    session = tiny.build("eval.every=0", "checkpoint.every=0")
+    monkeypatch.setattr(WindowTask, "metrics", fail)
+    saves = []
+    with pytest.raises(ZeroDivisionError):
+        run_steps(session, lambda line: None, lambda: saves.append(session.step), lambda: None)
+    assert session.step == 6 and not saves

@@ -141,6 +141,8 @@ class FileSource(Source):
                     text = file.read(min(piece.end - at, SHARD_BYTES))
                     # a compressed file is one piece, which need not fit into memory
                     text += file.readline(min(piece.end - at - len(text), LONGEST_LINE))
+                    # a tokenizer would read the two parts of a character as two wrong ones
+                    text += file.read(min(piece.end - at - len(text), _lacking(text)))
                     if not text:
                         raise DataError(f"{piece.path} changed while it was read: run again")
                     if self.is_text:
@@ -331,7 +333,9 @@ def _refuse_saved(key: str, paths: list[str]) -> None:
 
 
 def match(key: str, pattern: str, suffix: str = ".txt") -> list[TextFile]:
-    """Return the files matching ``pattern``, named relative to its part without wildcards.
+    """Return the files matching ``pattern``, each once.
+
+    Their names are relative to the part of ``pattern`` without wildcards.
 
     Args:
         key: configuration key of the pattern.
@@ -359,8 +363,12 @@ def match(key: str, pattern: str, suffix: str = ".txt") -> list[TextFile]:
     fixed = expanded
     while plain or glob.has_magic(fixed):
         fixed, plain = os.path.dirname(fixed), False
-    names = (os.path.relpath(path, fixed).replace(os.sep, "/") for path in paths)
-    return [TextFile.at(path, name, key) for path, name in zip(paths, names, strict=True)]
+    files: dict[str, TextFile] = {}
+    for path in paths:
+        name = os.path.relpath(path, fixed).replace(os.sep, "/")
+        file = TextFile.at(path, name, key)
+        files.setdefault(file.path, file)  # a link names it too, and ** may find it twice
+    return list(files.values())
 
 
 def refuse_shared(files: Iterable[tuple[str, TextFile]]) -> None:
@@ -386,8 +394,8 @@ def _line_end(path: str, at: int, end: int) -> int:
     """Return the offset after the first line end from ``at`` on, at most ``end``."""
     with opened(path) as file:
         file.seek(at)
-        file.readline(LONGEST_LINE)
-        return min(file.tell(), end)
+        line = file.readline(LONGEST_LINE)
+        return min(file.tell() + _lacking(line), end)
 
 
 def _character_end(path: str, at: int, end: int) -> int:
@@ -395,6 +403,15 @@ def _character_end(path: str, at: int, end: int) -> int:
     with opened(path) as file:
         file.seek(at)
         return min(at + _continued(file.read(3)), end)
+
+
+def _lacking(text: bytes) -> int:
+    """Return how many bytes the last character of a text in UTF-8 lacks."""
+    for count, byte in enumerate(text[:-4:-1], 1):
+        if byte & 0xC0 != 0x80:  # the first byte of a character
+            length = 1 + sum(byte >= first for first in (0xC0, 0xE0, 0xF0))
+            return max(0, length - count)
+    return 0
 
 
 def _continued(text: bytes) -> int:

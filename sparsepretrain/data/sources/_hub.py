@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sparsepretrain.data.hub import quiet_datasets
-from sparsepretrain.data.source import SPLITS, TRAIN, Shard, Source, ranges
+from sparsepretrain.data.source import SPLITS, TRAIN, Shard, Source, prepare_command, ranges
 from sparsepretrain.data.sources._files import match
 from sparsepretrain.errors import DataError, needs, reason
 
@@ -139,7 +139,7 @@ def load_rows(
     except ConnectionError as error:
         raise DataError(
             f"{name} needs the network: {reason(error)}; connect and run "
-            f"`sparsepretrain prepare data={name}`, or {instead}"
+            f"`{prepare_command(options)}`, or {instead}"
         ) from error
     except Exception as error:  # datasets raises whatever its builders and pyarrow raise
         hint = ""

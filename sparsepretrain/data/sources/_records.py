@@ -22,7 +22,7 @@ from sparsepretrain.data.sources._rows import (
     suffix_of,
     text,
 )
-from sparsepretrain.errors import Problems
+from sparsepretrain.errors import DataError, Problems
 
 SHARD_ROWS = 16384
 """Rows of a hub split per shard."""
@@ -118,9 +118,17 @@ class RecordSource(Source):
 
     def _files(self) -> Iterator[tuple[str, int, TextFile]]:
         for split, entries in self.options.entries.items():
+            parts: dict[str, int] = {}
             for part, entry in enumerate(entries):
                 for file in match(f"data.{split}", entry, suffix_of(entry)):
-                    yield split, part, file
+                    before = parts.setdefault(file.path, part)
+                    if before == part:
+                        yield split, part, file
+                    elif split != TRAIN:  # training reads it once
+                        raise DataError(
+                            f"data.{split}: {file.path} is in entries {before + 1} and {part + 1}, "
+                            "which metrics tell apart: name other data"
+                        )
 
 
 @dataclass(frozen=True, slots=True)

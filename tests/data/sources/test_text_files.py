@@ -236,7 +236,13 @@ def test_a_line_that_is_cut_within_a_character_is_text(tmp_path, monkeypatch):
     letters = ["a", "ä", "羊", "🐑"]
     text = "".join(letters[i] for i in rng.integers(0, 4, 1000)).encode()
     (tmp_path / "a.txt").write_bytes(text)
-    assert b"".join(read(source(tmp_path / "a.txt", validation=0.0))["train"]) == text
+    with gzip.open(tmp_path / "b.txt.gz", "wb") as file:
+        file.write(text)
+    for name, validation in ("a.txt", 0.0), ("a.txt", 0.3), ("b.txt.gz", 0.0):
+        made = source(tmp_path / name, validation=validation)
+        pieces = [piece for shard in made.shards() for piece, _ in made.documents(shard)]
+        assert len(pieces) > 5 and b"".join(pieces) == text
+        assert all(piece.decode() for piece in pieces), "whole characters, as a tokenizer sees them"
 
 
 def test_text_that_is_cut_and_wrong_is_refused(tmp_path):

@@ -56,6 +56,21 @@ def test_links_and_names_with_brackets_are_the_files_that_they_name(tmp_path):
         ] * count
 
 
+def test_a_file_that_is_found_twice_is_read_once(tmp_path):
+    file = write_rows(tmp_path / "rows.jsonl", sentences(4))
+    (tmp_path / "latest.jsonl").symlink_to(file)
+    deeper = f"data.train=['{tmp_path}/**/**/*.jsonl']"
+    for entries in (f"['{tmp_path}/*.jsonl']", f"['{file}','{tmp_path}/*.jsonl']"):
+        found = records(load(options(f"data.train={entries}", "data.validation=[]")), "train")
+        assert len(found) == 4
+    assert len(records(load(options(deeper, "data.validation=[]")), "train")) == 4
+    (tmp_path / "other").mkdir()
+    other = write_rows(tmp_path / "other" / "train.jsonl", sentences(2))
+    words = [f"data.train=['{other}']", f"data.validation=['{file}','{tmp_path}/*.jsonl']"]
+    with pytest.raises(DataError, match=r"data\.validation: .*rows.jsonl is in entries 1 and 2"):
+        load(options(*words))
+
+
 def test_a_key_may_appear_late_in_a_large_file(tmp_path):
     (row,) = sentences(1)
     rows = [{**row, "sentence1": "a" * 4096}] * 2700

@@ -2,6 +2,7 @@
 
 import collections
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from sparsepretrain import config
 from sparsepretrain.config.compose import build
 from sparsepretrain.config.compose import read as read_words
 from sparsepretrain.data.encoding import ByteCodec, FileCodec
+from sparsepretrain.errors import ConfigError, DataError
 from sparsepretrain.tasks import build_task, read
 from sparsepretrain.tasks._bases import Sample
 from sparsepretrain.tasks.question_answering import About, QuestionAnsweringOptions, f1, normalize
@@ -259,3 +261,51 @@ def test_windows_without_room_for_a_context_name_their_keys():
     assert key == "max_length" and "no room for a context after max_question=64" in problem
     options.max_length = 128
     assert [*options.problems()] == []
+
+
+def test_a_text_without_tokens_has_one_that_the_head_reads(tmp_path):
+    words = ("data.texts=[sentence]", FOUR)
+    task = task_of("labelled_files", *words)
+    rows = [{"texts": [text], "label": 1, "part": 0} for text in ("", "sheep and goats")]
+    empty, full = task.encode(rows, ByteCodec())
+    assert (empty.ids.tolist(), empty.second, full.ids.tolist()[:2]) == ([0], 1, [115, 104])
+    model = build_model(task, torch.device("cpu")).eval()
+    alone = task.scores(model, task.collate([empty]))
+    beside = task.scores(model, task.collate([empty, full]))
+    assert torch.allclose(alone[0], beside[0], atol=1e-6), "whatever its neighbors are"
+    pairs = [{"texts": ["", ""], "label": 1, "part": 0}]
+    assert task.encode(pairs, ByteCodec())[0].ids.tolist() == [0]
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match="no text, and the tokenizer has no end-of-text token"):
+        task.encode(rows, FileCodec(tmp_path / "tokenizer.json"))
+
+
+def test_parts_have_as_many_names_as_validation_has_entries():
+    two = "data.validation=[a.jsonl,b.jsonl]"
+    three = "data.validation=[a.jsonl,b.jsonl,c.jsonl]"
+    with pytest.raises(ConfigError, match=r"task\.parts must name the 3 entries of data\.val"):
+        task_of("labelled_files", FOUR, "task.parts=[x,y]", three)
+    task_of("labelled_files", FOUR, two)  # parts: [all]
+    task_of("labelled_files", FOUR, "task.parts=[x,y]", "data.validation=[a.jsonl]")
+    task = task_of("labelled_files", FOUR, two, "task.parts=[x,y]")
+    seen = {"predicted": [1, 1, 1], "labels": [1, 1, 0], "parts": [0, 1, 2], "loss": (1.0, 3)}
+    found = task.metrics([seen])  # the test split has a third entry
+    assert (found["accuracy_x"], found["accuracy_y"], found["accuracy_2"]) == (100, 100, 0)
+
+
+def test_a_missing_scikit_learn_is_named_before_the_first_step(monkeypatch):
+    task = task_of("labelled_files", FOUR)
+    task.require_metrics()
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(ConfigError, match=r"scikit-learn: pip install 'sparsepretrain\[eval\]'"):
+        task.require_metrics()
+
+
+def test_padding_beyond_the_positions_is_refused():
+    words = ("labelled_files", FOUR, "model.n_positions=50")
+    task_of(*words, "task.max_length=48")
+    for length, padded in ((49, ", which is padded to 52"), (52, "$")):
+        with pytest.raises(ConfigError, match=rf"model\.n_positions \(50\), got {length}{padded}"):
+            task_of(*words, f"task.max_length={length}")
