@@ -30,6 +30,7 @@ from sparsepretrain.export import convert, prune_page
 from sparsepretrain.export.about import ABOUT
 from sparsepretrain.export.audit import audit
 from sparsepretrain.export.perplexity import perplexities, perplexities_of
+from sparsepretrain.export.run import new_directory
 from sparsepretrain.files import read_json, write_atomic
 from sparsepretrain.models._families import roles_of
 from sparsepretrain.models.pretrained import (
@@ -95,6 +96,8 @@ class Request:
     overrides: Sequence[str] = ()
     """Overrides of the data, as those of ``eval``."""
     config_dirs: Sequence[Path] = ()
+    replaces: bool = False
+    """Remove what prune wrote there with other settings, finished or not, instead of refusing."""
 
     @property
     def pattern(self) -> tuple[int, int]:
@@ -120,14 +123,14 @@ def prune_checkpoint(request: Request, console: Console) -> Path:
         CheckpointError, ConfigError, DataError: with a one-line message.
     """
     source = weights.find(request.checkpoint, console.warn)
-    out = request.out.expanduser().absolute()
+    out = new_directory(request.out)
     text = _text(source, request, console)
     settings = _settings(source, request, text)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with exclusive(out):
-            if not _is_finished(out, settings, console):
-                work = _working_directory(out, settings)
+            if not _is_finished(out, settings, console, replaces=request.replaces):
+                work = _working_directory(out, settings, replaces=request.replaces)
                 try:
                     _prune(source, request, text, settings, work, out, console)
                 except SparsePretrainError:
@@ -212,6 +215,7 @@ def _settings(source: WeightSource, request: Request, text: _Text | None) -> dic
         "options": dataclasses.asdict(request.method.options),
         "pattern": "{}:{}".format(*request.pattern),
         "layers": [*request.layers] or ["all"],
+        "overrides": [*request.overrides],
     }
     if text is not None:
         settings["text"] = {
@@ -225,7 +229,7 @@ def _settings(source: WeightSource, request: Request, text: _Text | None) -> dic
     return settings
 
 
-def _is_finished(out: Path, settings: dict[str, Any], console: Console) -> bool:
+def _is_finished(out: Path, settings: dict[str, Any], console: Console, *, replaces: bool) -> bool:
     """Return True if the output is there already; refuse a directory with something else."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
@@ -234,6 +238,9 @@ def _is_finished(out: Path, settings: dict[str, Any], console: Console) -> bool:
         if results.get("settings") == settings:
             console.info(f"{out} is finished: nothing to do")
             return True
+        if replaces:
+            shutil.rmtree(out)
+            return False
         raise ConfigError(f"{out} was pruned with other settings: choose another --out")
     raise ConfigError(f"{out} exists and was not made by prune: choose another --out")
 
@@ -246,18 +253,19 @@ def _read(file: Path) -> dict[str, Any] | None:
         return None
 
 
-def _working_directory(out: Path, settings: dict[str, Any]) -> Path:
+def _working_directory(out: Path, settings: dict[str, Any], *, replaces: bool) -> Path:
     """Return the directory of unfinished work, which may be that of an interrupted command."""
     work = out.with_name(f".{out.name}.partial")
     file = work / FACTS
     if file.is_file():
-        if _read(file) != settings:
+        if _read(file) == settings:
+            return work
+        if not replaces:
             raise ConfigError(
                 f"{work} has unfinished work with other settings: remove it, or choose another "
                 "--out"
             )
-        return work
-    shutil.rmtree(work, ignore_errors=True)  # killed before the settings were written
+    shutil.rmtree(work, ignore_errors=True)  # or it was killed before the settings were written
     (work / STAGES).mkdir(parents=True)
     write_atomic(file, json.dumps(settings, indent=1) + "\n")
     return work

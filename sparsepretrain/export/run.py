@@ -121,6 +121,7 @@ def _place(source: WeightSource, out: Path | None) -> Path:
         if source.run is None:
             raise ConfigError(f"{source.path} does not lie in a run directory: give --out DIR")
         out = source.run.exports / "hf"
+    out = new_directory(out)
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return out
     about = _read_about(out / ABOUT)
@@ -134,6 +135,16 @@ def _place(source: WeightSource, out: Path | None) -> Path:
             "another --out"
         )
     return out
+
+
+def new_directory(out: Path) -> Path:
+    """Return the absolute path of an output that appears, or is replaced, when it is complete."""
+    absolute = out.expanduser().absolute()
+    if absolute.resolve() == Path.cwd().resolve():
+        raise ConfigError(
+            f"--out: {out} is the current directory, which would be replaced: name another one"
+        )
+    return absolute
 
 
 def _read_about(file: Path) -> dict[str, Any]:

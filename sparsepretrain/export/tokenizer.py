@@ -39,10 +39,11 @@ def make_tokenizer(file: Path | None, checkpoint: Path | None, task: Task, model
     tokenizer = Tokenizer.from_str(text)
     if task.options.name == "masked_lm" and codec.mask is None:
         tokenizer.add_special_tokens([BERT["mask_token"]])  # the row after the tokens
-    # special tokens around a text as in training; running text has none
+    # special tokens around a text as in training
     template = codec.template() if hasattr(task, "head") else None
     if task.kind == "pairs":
         template = Template((), (), (), () if codec.end_of_text is None else (codec.end_of_text,))
+    continues = task.model_options.family == "pretrained"
     if template is not None:
         names = {i: tokenizer.id_to_token(i) for i in sorted({*sum(template, ())})}
         first, middle, last, alone = ([names[i] for i in part] for part in template)
@@ -51,6 +52,10 @@ def make_tokenizer(file: Path | None, checkpoint: Path | None, task: Task, model
             pair=[*first, "$A", *middle, "$B:1", *(f"{name}:1" for name in last)],
             special_tokens=[(name, i) for i, name in names.items()],
         )
+    elif tokenizer.num_special_tokens_to_add(False) and not continues:
+        # Running text has none: after the end of a document nothing was ever trained. A checkpoint
+        # that was trained further keeps those that it began with.
+        tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B:1")
     known = tokenizer.get_vocab(with_added_tokens=True)
     settings: dict[str, Any] = {key: name for key, name in BERT.items() if name in known}
     settings |= _kept_settings(checkpoint, known)
@@ -58,7 +63,7 @@ def make_tokenizer(file: Path | None, checkpoint: Path | None, task: Task, model
         settings["padding_side"] = "right"  # as in training: GPT-2 counts positions from the left
     if codec.end_of_text is not None:
         settings["eos_token"] = tokenizer.id_to_token(codec.end_of_text)
-    if "pad_token" not in settings and task.model_options.family == "pretrained":
+    if "pad_token" not in settings and continues:
         configured: Any = getattr(model.config, "pad_token_id", None)
         if configured in known.values():
             settings["pad_token"] = tokenizer.id_to_token(configured)

@@ -100,7 +100,8 @@ class SparsityCallback(TrainerCallback):
         Raises:
             ConfigError: the model is not sparse, or the optimizer lacks a sparse weight; the
                 checkpoint to resume from needs :data:`STATE`, and has none, or that of another run;
-                ``save`` is true, and the model has adapters.
+                ``save`` is true, and the model has adapters; a trial of ``hyperparameter_search``
+                saves checkpoints.
         """
         if not self._is_first:
             warnings.warn(
@@ -108,6 +109,11 @@ class SparsityCallback(TrainerCallback):
                 "use SparsityCallback().add_to(trainer) instead of callbacks=[…]",
                 SparsePretrainWarning,
                 stacklevel=2,
+            )
+        if state.is_hyper_param_search and args.save_strategy != "no":
+            raise ConfigError(
+                "hyperparameter_search saves each trial elsewhere than SparsityCallback looks: use "
+                "save_strategy='no', or a Trainer for each trial"
             )
         sparsifier = sparsifier_of(model)
         if _has_adapters(model) and self.save:

@@ -285,21 +285,22 @@ class RunDirectory:
             }
         return checkpoint.Retention(keep.keep_last, keep.keep_every, keep.keep_best, losses)
 
-    def finetuned(self, stage: str) -> RunDirectory | None:
-        """Return the run of a table's stage on this run's latest checkpoint.
+    def finetuned(self, stage: str, step: int) -> list[RunDirectory]:
+        """Return the runs of a table's stage on this run's checkpoint of ``step``, newest first.
 
-        The two runs are siblings (see ``config.tables.Stage``), possibly moved together.
+        The runs are siblings (see ``studies.tables.Stage``), possibly moved together.
         """
         seed = self.path.name.rpartition("-s")[2]
         parent = self.path.parent.with_name(f"{self.path.parent.name}--{stage}")
-        runs: dict[str, RunDirectory] = {}
-        for run in map(RunDirectory, sorted(parent.glob(f"*-s{seed}"))):
-            if run.config_file.is_file():
-                # init.path ends with <hash8>-s<seed>/checkpoints/step_<N>
-                *_, source, _, step = ("", "", *Path(str(run.config()["init"]["path"])).parts)
-                if source == self.path.name:
-                    runs[step] = run
-        return runs[max(runs)] if runs else None
+        # init.path ends with <hash8>-s<seed>/checkpoints/step_<N>
+        source = (self.path.name, self.checkpoints.name, checkpoint.step_name(step))
+        runs = [
+            run
+            for run in map(RunDirectory, parent.glob(f"*-s{seed}"))
+            if run.config_file.is_file()
+            and Path(str(run.config()["init"]["path"])).parts[-3:] == source
+        ]
+        return sorted(runs, key=lambda run: run.config_file.stat().st_mtime_ns, reverse=True)
 
     def evaluation(
         self, split: str | None, overrides: Sequence[str] = (), average: int = 1

@@ -46,12 +46,12 @@ def of_table(results: TableResults, table: Table) -> dict[str, tuple[Figure, str
     baseline = table.baseline
     columns = [c for c in table.columns or [""] if c in measured]
     figures: dict[str, tuple[Figure | None, str]] = {}
-    if baseline and 0 < len(columns) <= PANELS:
+    others = [row for row in table.rows if row != baseline]
+    if baseline and others and 0 < len(columns) <= PANELS:
         panels = {}
         for column in columns:
             title = f"{table.column_label} {column}".strip() if column else ""
             pairs = _pairs(results, table, column, baseline)
-            others = [row for row in table.rows if row != baseline]
             size = -(-len(others) // -(-len(others) // CURVES))  # parts of almost equal size
             parts = [others[i : i + size] for i in range(0, len(others), size)]
             for number, rows in enumerate(parts, 1):
@@ -84,8 +84,11 @@ def ranked_figure(results: TableResults, table: Table) -> Figure | None:
     key, metric = next(iter(table.metrics.items()))
     values = results.compared(key, table)
     cost = results.costs(table.baseline)
-    rows = {r: difference(values, r, "", table.baseline) for r in table.rows if r in values}
-    rows.pop(table.baseline or "", None)
+    rows = {
+        row: d
+        for row in table.rows
+        if row != table.baseline and (d := difference(values, row, "", table.baseline)).n
+    }
     figure = dots_figure({_label(metric, table): rows}, table.rows)
     if figure is not None:
         (axes,) = figure.axes
@@ -105,19 +108,20 @@ def cost_figure(results: TableResults, table: Table) -> Figure | None:
     cost = results.costs(table.baseline)
     size = {cell.row: cell.parameters for cell in results.cells}
     base = table.baseline or ""
-    short = [row for row, (matmuls, _) in cost.items() if not matmuls and size[row] == size[base]]
-    if len(short) < 2:
+    # without a common seed a row cannot be compared with the baseline
+    points = {row: d for row in cost if (d := difference(values, row, "", base)).n}
+    short = [row for row in points if not cost[row][0] and size[row] == size.get(base)]
+    if base not in points or len(short) < 2:
         return None
+    points[base] = Difference(base, [0.0])  # without an interval
     figure, (axes,) = plots.new_figure((7.5, 4.4))
-    points = {row: difference(values, row, "", base) for row in cost if row != base}
-    points[base] = Difference(base, [0.0])
     for row, d in points.items():
         flops = cost[row][1]
         low, high = d.interval()
         color = plots.COLORS[0] if row in short else plots.COLORS[1]
         axes.plot([flops, flops], [low, high], color=color, linewidth=2)
         axes.plot([flops], [d.mean], "o", color=color)
-    line = sorted((cost[row][1], Difference("", [*values[row].values()]).mean) for row in short)
+    line = sorted((cost[row][1], points[row].mean) for row in short)
     axes.plot(*zip(*line, strict=True), color=plots.COLORS[0], linewidth=1, alpha=0.6)
     axes.set_xlabel(f"FLOPs, % of {base}, if a 2:4 matmul costs half a dense one")
     axes.set_ylabel(_label(metric, table))

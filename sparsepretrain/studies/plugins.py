@@ -292,11 +292,14 @@ def outcome(cell: StudyCell) -> JobReturn:
     from hydra.core.utils import JobReturn, JobStatus
 
     result = JobReturn(overrides=cell.words, status=JobStatus.COMPLETED)
-    if cell.state == "failed" and cell.exit_code != DivergedError.exit_code:
+    if cell.state == cell.goal:
+        result.return_value = loss_of(cell.directory)
+    elif cell.state == "failed" and cell.exit_code == DivergedError.exit_code:
+        result.return_value = float("inf")
+    else:  # a canceled job too: the loss at which it ended says nothing
         result.status = JobStatus.FAILED
-        result.return_value = CellFailed(cell.exit_code, f"{cell.label}: {cell.error}")
-    else:
-        result.return_value = float("inf") if cell.state == "failed" else loss_of(cell.directory)
+        text = f"{cell.label}: {cell.error or cell.state}"
+        result.return_value = CellFailed(cell.exit_code or 1, text)
     return result
 
 

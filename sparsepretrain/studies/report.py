@@ -40,7 +40,7 @@ def report_table(
         if not any(part.cells for part in parts) and any(part.scale for part in parts):
             raise ConfigError(
                 f"no run of {name} matches: run `sparsepretrain reproduce {name}`, or give "
-                "the --scale and KEY=VALUE of that command"
+                "the --scale, --seeds and KEY=VALUE of that command"
             )
     names = [results.name, *(part.name for part in results.all())]
     tables = {table: load_table(table, asked.config_dirs) for table in names}

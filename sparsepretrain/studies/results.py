@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sparsepretrain.config import freeze, strict
-from sparsepretrain.config.compose import shell_line
+from sparsepretrain.config.compose import parse, shell_line
 from sparsepretrain.config.validate import validate
 from sparsepretrain.errors import ConfigError, DataError, DivergedError, one_line
 from sparsepretrain.files import parse_json, write_atomic, writer_tag
@@ -438,13 +438,27 @@ def _fill(result: CellResult, data: RunData, *, evaluated: bool) -> None:
 def pruned_results(directory: RunDirectory, step: int, stage: Stage) -> dict[str, Any] | None:
     """Return ``prune.json`` of a stage on the checkpoint of ``step``; None if it has not run.
 
-    Results of another method or pattern under the same name are not those of the stage.
+    Results of other settings under the same name are not those of the stage.
     """
     results = directory.pruning(step, stage.name) or {}
     settings = results.get("settings", {})
-    same = (settings.get("method"), settings.get("pattern")) == (stage.prune, stage.pattern)
+    wanted = {"method": stage.prune, "pattern": stage.pattern, "overrides": stage.overrides}
+    same = all(settings.get(key) == value for key, value in wanted.items())
     same = same and stage.options.items() <= settings["options"].items()
     return results if same else None
+
+
+def tuned_run(directory: RunDirectory, step: int, stage: Stage) -> RunDirectory | None:
+    """Return the newest fine-tuning of a run's checkpoint of ``step`` by a stage, or None.
+
+    Those that began before the stage was changed, with other values of its overrides, are none.
+    """
+    typed = [override for word in stage.overrides if (override := parse(word)) is not None]
+    for tuned in directory.finetuned(stage.name, step):
+        own = freeze.flat(tuned.config())
+        if all(own.get(o.key_or_group, o.value()) == o.value() for o in typed):
+            return tuned
+    return None
 
 
 def _tuned(
@@ -457,7 +471,7 @@ def _tuned(
     if cell.state != "finished" or data is None:
         return result, None
     directory = RunDirectory(data.path)
-    tuned = directory.finetuned(stage.name)
+    tuned = tuned_run(directory, cell.steps, stage)
     if tuned is None:
         if failure := directory.failures().get(stage.name):
             result.state = "failed"
@@ -494,7 +508,9 @@ def _pruned(
     source: Cell, cell: CellResult, stage: Stage, data: RunData | None, table: Table
 ) -> tuple[CellResult, RunData | None]:
     """Return the result and the run of a row whose runs are those of another row, pruned."""
-    result = dataclasses.replace(cell, row=str(stage.row), metrics={}, missing={}, command="")
+    result = dataclasses.replace(
+        cell, row=str(stage.row), state="missing", metrics={}, missing={}, command=""
+    )
     if cell.state != "finished" or data is None:
         return result, data
     directory = RunDirectory(data.path)
@@ -502,12 +518,13 @@ def _pruned(
     words = pruning_words(stage, str(run))
     result.command = shell_line(["sparsepretrain", "prune", str(run), *words])
     found = pruned_results(directory, cell.steps, stage)
+    if found is None:
+        if failure := directory.failures().get(stage.name):
+            result.state = "failed"
+            result.reason = f"{stage.name}: {FAILURE.format(**failure)}"
+        return result, data
+    result.state = "finished"
     for name, metric in table.metrics.items():
-        if found is None:
-            failure = directory.failures().get(stage.name)
-            why = f"failed: {FAILURE.format(**failure)}" if failure else "has not run"
-            result.missing[name] = f"{stage.name} {why}"
-            continue
         value = found["perplexity"]["after"][0].get(metric.key)
         if value is None:
             result.missing[name] = f"{stage.name} has no such number"
@@ -534,11 +551,11 @@ def _measure(result: CellResult, name: str, metric: Metric, data: RunData, size:
                 results = pruned_results(directory, result.steps, stage) or {}
                 found = results["perplexity"]["before"][0] if results else {}
             else:
-                line = directory.evaluation(stage.evaluate, stage.overrides, stage.average)
-                found = (line or {}).get("metrics", {})
+                line = directory.evaluation(stage.evaluate, stage.overrides, stage.average) or {}
+                found = line.get("metrics", {}) if line.get("step") == result.step else {}
             if metric.key in found:
                 value = math.nan if found[metric.key] is None else float(found[metric.key])
-        elif (tuned := directory.finetuned(stage.name)) is not None:
+        elif (tuned := tuned_run(directory, result.step, stage)) is not None:
             with contextlib.suppress(ConfigError, DataError):
                 run = load(tuned.path)
                 if run.end >= (total := run.config.get("steps") or run.end):

@@ -25,7 +25,7 @@ from scipy import stats
 from scipy.optimize import least_squares
 
 from sparsepretrain.reports.page import markdown_table
-from sparsepretrain.studies.results import TableResults
+from sparsepretrain.studies.results import CellResult, TableResults
 from sparsepretrain.studies.tables import Table, cell_name
 
 NAMES = ("a_S", "b_S", "c_S", "b_N", "a_D", "b_D", "c")
@@ -149,6 +149,14 @@ def _least_squares(points: Sequence[Point], names: Sequence[str]) -> Law:
     return Law(dict(zip(names, pairs, strict=True)), losses_of(best.x).tolist())
 
 
+def _reference(results: TableResults, table: Table) -> CellResult | None:
+    """Return the baseline in the first column that has it finished; N and D are relative to it."""
+    values = results.values(next(iter(table.metrics)))
+    cells = {cell.name: cell for cell in results.cells if cell.nonzero and cell.name in values}
+    bases = [cell_name(table.baseline or "", column) for column in [*table.columns] or [""]]
+    return next((cells[at] for at in bases if at in cells), None)
+
+
 def points_of(
     results: TableResults, table: Table, rows: Collection[str], *, average: bool = False
 ) -> list[Point]:
@@ -163,8 +171,7 @@ def points_of(
     values = results.values(next(iter(table.metrics)))
     cells = {cell.name: cell for cell in results.cells if cell.nonzero and cell.name in values}
     columns = [*table.columns] or [""]
-    bases = [cell_name(table.baseline or "", column) for column in columns]
-    baseline = next((cells[at] for at in bases if at in cells), None)
+    baseline = _reference(results, table)
     if baseline is None:
         return []
     points = []
@@ -199,7 +206,8 @@ def _law(
     equation: str,
     names: Mapping[str, str],
 ) -> list[str]:
-    if not points:
+    reference = _reference(results, table)
+    if not points or reference is None:
         return [f"Not fitted: no finished run of {table.baseline}, which N and D are relative to."]
     law = fit(points, names)
     if isinstance(law, str):
@@ -209,11 +217,8 @@ def _law(
         for name, (value, half) in law.coefficients.items()
     ]
     kind = "cells" if table.columns else "rows"
-    first = next(iter(table.columns), "")
     return [
-        equation.format(
-            points=f"{len(points)} {kind}", baseline=cell_name(table.baseline or "", first)
-        ),
+        equation.format(points=f"{len(points)} {kind}", baseline=reference.name),
         "",
         *markdown_table(("coefficient", "value", "95 % interval"), coefficients),
         "",

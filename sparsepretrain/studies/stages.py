@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 from sparsepretrain import registry
@@ -81,7 +83,7 @@ class Harness(Evaluation):
         self.line = {"step": self.end, "loss": None, "done": done}
 
     def work(self) -> Callable[[Console], int]:
-        """Return the work: export, then exec the harness."""
+        """Return the work: export, then the harness."""
         return partial(_measure, self.run, self.stage, self.end)
 
 
@@ -126,6 +128,7 @@ def _request(run: str, stage: Stage, out: Path, config_dirs: Sequence[Path]) -> 
         out=out,
         overrides=stage.overrides,
         config_dirs=config_dirs,
+        replaces=True,  # the stage was changed, or ran on an earlier step
     )
 
 
@@ -156,7 +159,26 @@ def _measure(run: Run, stage: Stage, step: int, console: Console) -> int:
     export_run(RunDirectory.of(run).path, console=console)
     words = harness_command(run, stage, step)
     console.info(f"$ {shell_line(words)}")
-    os.execv(sys.executable, [sys.executable, "-m", *words])
+    return run_command([sys.executable, "-m", *words])
+
+
+def run_command(words: Sequence[str]) -> int:
+    """Run a command and return its exit code, 128 + number of a signal; SIGTERM ends it too."""
+    process = subprocess.Popen(words)
+    before = signal.getsignal(signal.SIGTERM)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        process.terminate()
+        if callable(before):  # that of a job, which has to save what it knows
+            before(number, frame)
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        code = process.wait()
+    finally:
+        process.terminate()
+        signal.signal(signal.SIGTERM, before)
+    return code if code >= 0 else 128 - code
 
 
 def harness_command(run: Run, stage: Stage, step: int) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sparsepretrain.config.compose import shell_line
 from sparsepretrain.console import clock, count
 from sparsepretrain.reports.differences import ALPHA, SEEDS, Difference
 from sparsepretrain.reports.page import Page, markdown_table
@@ -205,10 +206,13 @@ def _head(results: TableResults, table: Table) -> list[str]:
     when = f", of {' to '.join(dict.fromkeys((dates[0], dates[-1])))}" if dates else ""
     command = f"sparsepretrain reproduce {results.name} --scale {results.scale}"
     sizes = table.scales[results.scale]
-    usual = [*range(table.first_seed, table.first_seed + sizes.seeds)]
-    if results.seeds and results.seeds != usual:
+    number = len(results.seeds)
+    if results.seeds and results.seeds == [*range(table.first_seed, table.first_seed + number)]:
+        # as a number: cells with fewer seeds keep theirs
+        command += f" --seeds {number}" if number != sizes.seeds else ""
+    elif results.seeds:
         command += f" --seeds {seeds_text(results.seeds)}"
-    command = " ".join([command, *results.overrides])
+    command = " ".join([command, *([shell_line(results.overrides)] if results.overrides else [])])
     cells = ", ".join([done, *states_text])
     return [*lines, f"{cells}{when}; scale {results.scale}, seeds {seeds}: `{command}`."]
 
@@ -515,7 +519,7 @@ def _runs(results: TableResults) -> list[str]:
                 ", ".join(dict.fromkeys(c.hardware for c in ran if c.hardware)) or "–",
             )
         )
-        commands.append(cells[0].command)
+        commands += [cells[0].command] if cells[0].command else []
     header = ("run", "state", results.unit, "time", "config", "commit", "hardware")
     packages = {f"{k} {v}" for cell in results.cells for k, v in cell.versions.items()}
     lines = markdown_table(header, rows)

@@ -227,6 +227,21 @@ def test_only_earlier_exports_are_overwritten(tmp_path):
         export(out)
 
 
+def test_any_output_but_this_directory(tmp_path, monkeypatch):
+    run = write_run(tmp_path, "gpt2")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for out in (Path(), Path("sub/.."), tmp_path / "here"):
+        with pytest.raises(ConfigError, match="is the current directory, which would be replaced"):
+            export(run, out=out)
+    for out in (Path("sub"), Path("~/sub"), Path("sub/deeper")):
+        made, _ = export(run, out=out)
+        assert (made / "model.safetensors").is_file()
+    assert (tmp_path / "home/sub/config.json").is_file()
+    assert (tmp_path / "here/sub/config.json").is_file()
+
+
 def tree(directory):
     return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 

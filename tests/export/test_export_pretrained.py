@@ -10,11 +10,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.models.auto import modeling_auto
 
+from sparsepretrain import config
 from sparsepretrain.console import Console
+from sparsepretrain.data.encoding import FileCodec
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.export import convert as converting
-from sparsepretrain.export.tokenizer import PAD
+from sparsepretrain.export.tokenizer import PAD, make_tokenizer
 from sparsepretrain.runs import weights
+from sparsepretrain.tasks import build_task
 from sparsepretrain.training import derive
 from sparsepretrain.training.assembly import evaluated_model
 from support.export_cases import export, write_checkpoint
@@ -237,3 +240,27 @@ def test_exports_name_the_classes_of_the_data(tmp_path, before, now, line):
     config = json.loads((export(run)[0] / "config.json").read_text())
     assert list(config["id2label"].values()) == now.split(",")
     assert config["label2id"] == {name: row for row, name in enumerate(now.split(","))}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "pretrained"])
+def test_prompts_have_the_special_tokens_of_training(tmp_path, family):
+    """T5's tokenizer ends every text, as Llama's begins it; packed text has no such tokens."""
+    task = build_task(
+        config.load(["data.tokenizer=bpe", "data.vocab_size=300", "model.vocab_size=300"])
+    )
+    task.model_options.family = family
+    model = transformers.LlamaForCausalLM(LLAMA)
+    add_tokenizer(tmp_path, eos_token="<eos>")
+    file = tmp_path / "tokenizer.json"
+    plain = FileCodec(file).encode(["one sheep"])[0].tolist()
+    end = FileCodec(file).end_of_text
+    ends = processors.TemplateProcessing("$A <eos>", "$A $B:1 <eos>:1", [("<eos>", end)])
+    for added in (ends, processors.Sequence([processors.ByteLevel(), ends])):
+        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer.post_processor = added
+        tokenizer.save(str(file))
+        assert Tokenizer.from_file(str(file)).encode("one sheep").ids == [*plain, end]
+        made = make_tokenizer(file, None, task, model)
+        expected = [*plain, end] if family == "pretrained" else plain
+        assert made("one sheep").input_ids == expected
+        assert made("one", "sheep").input_ids == expected

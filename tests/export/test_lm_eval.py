@@ -2,6 +2,10 @@
 
 import io
 import json
+import os
+import signal
+import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +20,7 @@ from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.studies.cells import Cell, Part
 from sparsepretrain.studies.engine import Study
 from sparsepretrain.studies.reproduce import check
-from sparsepretrain.studies.stages import Harness, commands
+from sparsepretrain.studies.stages import Harness, commands, run_command
 from sparsepretrain.studies.tables import Size, Stage, Table
 from sparsepretrain.training.assembly import evaluated_model
 from support.export_cases import write_run
@@ -113,3 +117,16 @@ def test_only_language_models_are_measured(tmp_path):
     part = Part("t", table, "nano", [Cell("row", "", 0, (), run)])
     with pytest.raises(ConfigError, match="task=causal_lm"):
         check([part], Console(io.StringIO()))
+
+
+def test_the_harness_is_a_process_of_its_own_that_a_signal_ends_too():
+    """A stage that replaced the process of a job would end the stages after it."""
+    assert run_command([sys.executable, "-c", "raise SystemExit(3)"]) == 3
+    asked = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    try:
+        assert run_command([sys.executable, "-c", "import time; time.sleep(60)"]) == 143
+    finally:
+        assert signal.signal(signal.SIGTERM, before) is not before
+    assert asked == [signal.SIGTERM], "the handler of the job has seen it"

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -270,8 +271,8 @@ def test_stages_follow_each_cell(tables, in_process, capsys):
     assert "dense, seed 0, tuned: finished" in out and "1 partial, 1 finished, 1 failed" in out
     (dense,) = [run for run in map(RunDirectory, tables.runs()) if run.path.parent.name == "dense"]
     assert list(dense.failures()) == ["held_out"]
-    tuned = dense.finetuned("tuned")
-    assert tuned is not None and tuned.path.parent.name == "dense--tuned"
+    (tuned,) = dense.finetuned("tuned", 2)
+    assert tuned.path.parent.name == "dense--tuned" and not dense.finetuned("tuned", 6)
     assert tuned.record()[-1]["step"] == 2 and dense.evaluation("test") is None
 
     # the shell line finds everything finished and evaluates nothing twice
@@ -376,7 +377,7 @@ def test_rows_that_fine_tune_the_runs_of_another_row(tables, in_process, capsys)
     assert capsys.readouterr().out.count("nothing to do") == 2
     found = {cell.row: cell for cell in collect("small", "nano", asked).cells}
     (dense,) = [run for run in map(RunDirectory, tables.runs()) if "--" not in run.path.parent.name]
-    run = dense.finetuned("ste")
+    (run,) = dense.finetuned("ste", 6)
     lines = [json.loads(line) for line in run.record_file.read_text().splitlines()]
     last = [line["loss"] for line in lines if "split" in line][-1]
     assert found["STE"].metrics["loss"] == last != found["dense"].metrics["loss"]
@@ -387,6 +388,74 @@ def test_rows_that_fine_tune_the_runs_of_another_row(tables, in_process, capsys)
     page = Path("results/tables/small.md")
     files = [page] if page.is_file() else [*tables.tiny.root.rglob("small.md")]
     assert "| STE |" in files[0].read_text()
+
+
+def test_numbers_of_a_stage_are_those_of_its_settings_and_of_the_last_step(
+    tables, in_process, capsys
+):
+    """Whatever ran under the name of a stage before: other settings, or a shorter run."""
+    metrics = {
+        name: {"label": name, "key": "loss", "better": "lower", "stage": name}
+        for name in ("tuned", "held_out", "ria")
+    }
+    asked = Selection(
+        only="dense",
+        overrides=[f"runs_dir={tables.tiny.root / 'runs'}"],
+        config_dirs=[tables.root],
+    )
+
+    def found(rate, power, *, runs=True, stop=()):
+        stages = [
+            {"name": "tuned", "finetune": "causal_lm", "overrides": [*SHORT, f"optim.lr={rate}"]},
+            {"name": "held_out", "evaluate": "validation"},
+            {"name": "ria", "prune": "ria", "options": {"power": power, "permute": False}},
+        ]
+        tables.write(nano={"stages": stages, "seeds": 1}, metrics=metrics)
+        if runs:
+            assert tables("small", "--only", "dense", *stop) == 0
+            capsys.readouterr()
+        (cell,) = collect("small", "nano", asked).cells
+        return cell.metrics
+
+    partial = found("1e-3", 1.0, stop=("--stop-after", "2"))
+    assert partial == {}, "a partial run has no numbers in a table"
+    (dense,) = (run for run in map(RunDirectory, tables.runs()) if run.path.parent.name == "dense")
+    lines = dense.evaluations_file.read_text()
+    first = found("1e-3", 1.0)
+    assert first.keys() == metrics.keys() and dense.pruning(6, "ria") is not None
+    assert found("3e-2", 1.0, runs=False).keys() == {"held_out", "ria"}
+    assert found("1e-3", 9.0, runs=False).keys() == {"tuned", "held_out"}
+    other = found("3e-2", 9.0)
+    assert other["held_out"] == first["held_out"] and other["tuned"] != first["tuned"]
+    assert dense.pruning(6, "ria")["settings"]["options"]["power"] == 9.0
+    assert found("1e-3", 9.0, runs=False) == {**other, "tuned": first["tuned"]}
+    dense.evaluations_file.write_text(lines)  # that of the last step failed
+    assert found("1e-3", 9.0, runs=False).keys() == {"tuned", "ria"}
+
+
+def test_a_row_whose_pruning_did_not_run_is_missing(tables, in_process, capsys):
+    pruned = {"name": "ria", "prune": "ria", "row": "RIA", "options": {"permute": False}}
+    tables.write(
+        rows={"dense": ["sparsity=dense"], "RIA": []},
+        nano={"stages": [pruned], "seeds": 1},
+        metrics={"loss": {"label": "loss", "key": "loss", "better": "lower", "stage": "ria"}},
+    )
+    asked = Selection(
+        overrides=[f"runs_dir={tables.tiny.root / 'runs'}"], config_dirs=[tables.root]
+    )
+    assert tables("small") == 0
+    (dense,) = map(RunDirectory, tables.runs())
+    shutil.rmtree(dense.pruned)
+
+    def state():
+        return {cell.row: cell.state for cell in collect("small", "nano", asked).cells}
+
+    assert state() == {"dense": "finished", "RIA": "missing"}
+    dense.note_failure("ria", 4, "disk full")
+    assert state() == {"dense": "finished", "RIA": "failed"}
+    assert cli.main(["report", "small", *asked.overrides, "--config-dir", str(tables.root)]) == 0
+    text = Path("reports/small/small.md").read_text()
+    assert "1 of 2 runs are finished, 1 failed" in text and "```sh\n\n" not in text
 
 
 def test_impossible_stages_are_refused_before_training(tables, capsys):

@@ -4,11 +4,13 @@ import math
 
 import pytest
 import yaml
+from hydra.core.utils import JobStatus
 
 from sparsepretrain import cli
-from sparsepretrain.errors import ConfigError
+from sparsepretrain.errors import ConfigError, DivergedError
 from sparsepretrain.runs.directory import find_runs
-from sparsepretrain.studies import engine, search
+from sparsepretrain.studies import engine, plugins, search
+from sparsepretrain.studies.progress import StudyCell
 from support.tiny_runs import metrics
 
 optuna = pytest.importorskip("optuna")
@@ -167,3 +169,28 @@ def test_every_sampler_proposes_values(name, tmp_path):
     assert all(set(params) == {"a", "b"} for params in asked)
     with pytest.raises(ConfigError, match="direction=maximize"):
         search.open_study(search.OptunaConf(direction="maximize", storage=conf.storage), "s", space)
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "status"),
+    [
+        ("finished", 0, JobStatus.COMPLETED),
+        ("failed", DivergedError.exit_code, JobStatus.COMPLETED),
+        ("failed", 4, JobStatus.FAILED),
+        ("canceled", 0, JobStatus.FAILED),
+        ("stopped", 143, JobStatus.FAILED),
+        ("partial", 0, JobStatus.FAILED),
+    ],
+)
+def test_only_trials_that_end_have_a_loss(tiny, monkeypatch, state, code, status):
+    """A canceled job has a loss as well, of the step at which it was canceled."""
+    monkeypatch.setattr(plugins, "loss_of", lambda directory: 2.5)
+    cell = StudyCell("x", tiny.load(), None, ())
+    cell.state, cell.exit_code = state, code
+    found = plugins.outcome(cell)
+    assert found.status == status
+    if status == JobStatus.COMPLETED:
+        assert found.return_value == (2.5 if state == "finished" else math.inf)
+    else:
+        with pytest.raises(plugins.CellFailed, match=state if state != "failed" else "x"):
+            _ = found.return_value

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -269,6 +270,32 @@ def test_unfinished_runs_are_one_line(results, table):
             cell.state, cell.metrics = "partial", {}
     page = render(changed, {"three": table}).markdown
     assert "No claim can be judged yet" in page and "not decided" not in page
+
+
+def test_a_table_of_its_baseline_alone_has_no_difference():
+    plain = {
+        "title": "rates",
+        "rows": {"dense": []},
+        "metrics": {"loss": {"label": "loss", "key": "loss", "better": "lower"}},
+        "scales": {"nano": {"seeds": 2}},
+    }
+    for columns in ({}, {"1e-3": [], "1e-2": []}, {str(n): [] for n in range(6)}):
+        table = build(Table, plain | {"columns": columns})
+        cells = [
+            CellResult(row="dense", column=c, seed=s, state="finished", metrics={"loss": 2.0 + s})
+            for c in columns or [""]
+            for s in (0, 1)
+        ]
+        part = TableResults(name="rates", scale="nano", seeds=[0, 1], cells=cells)
+        assert "rates-difference.png" not in render(part, {"rates": table}).figures
+
+
+def test_the_command_of_a_page_gives_its_runs(results, table):
+    for seeds, words in (([1, 2, 3], " --seeds 3"), ([2, 3], " --seeds 2..3"), ([1], " --seeds 1")):
+        part = dataclasses.replace(results, seeds=seeds, overrides=["data.files=['a b.txt']"])
+        page = render(part, {"three": dataclasses.replace(table, first_seed=1)}).markdown
+        (command,) = re.findall(r"`(sparsepretrain reproduce three .*?)`", page)
+        assert shlex.split(command)[-1] == "data.files=['a b.txt']" and words in command
 
 
 def test_seeds_with_different_token_counts_are_joined_by_index():

@@ -1,5 +1,6 @@
 """Page of a table that tunes its rows, from results with known numbers."""
 
+import dataclasses
 import math
 
 import pytest
@@ -129,3 +130,28 @@ def test_figures_show_every_row_with_its_cost(results, table):
     for cell in results.cells:
         cell.flops = None
     assert figures.cost_figure(results, table) is None
+
+
+def plain_table(table):
+    """The same table, whose first metric is not relative to the baseline."""
+    metric = dataclasses.replace(table.metrics["loss"], percent_of=None)
+    return dataclasses.replace(table, metrics={"loss": metric})
+
+
+def test_the_line_of_shorter_dense_runs_goes_through_their_points(results, table):
+    for each in (table, plain_table(table)):
+        (axes,) = figures.cost_figure(results, each).axes
+        line = next(line for line in axes.lines if len(line.get_xdata()) == 2 and line.get_alpha())
+        points = {line.get_xydata()[0].tobytes() for line in axes.lines if line.get_marker() == "o"}
+        assert {point.tobytes() for point in line.get_xydata()} <= points
+
+
+@pytest.mark.parametrize("left", [("ste",), ("dense", "ste"), ("dense",), ()])
+def test_rows_without_a_common_seed_are_left_out_of_figures(results, table, left):
+    for each in (table, plain_table(table)):
+        results.cells = [cell for cell in results.cells if cell.row in left]
+        page = render(results, {"two": each})
+        assert set(page.figures) == ({"two-ranked.png"} if len(left) == 2 else set())
+    for cell in results.cells:
+        cell.seed += 100 * (cell.row == "ste")
+    assert render(results, {"two": plain_table(table)}).figures == {}

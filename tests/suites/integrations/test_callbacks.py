@@ -1,6 +1,7 @@
 """Our callbacks in the Trainers of transformers and Lightning: report, save, start again."""
 
 import csv
+import functools
 import json
 import logging
 import warnings
@@ -208,6 +209,24 @@ def test_trainers_are_told_what_is_wrong(tmp_path):
     trainer.add_callback(SparsityCallback())
     with pytest.raises(SparsePretrainWarning, match=r"add_to\(trainer\) instead of callbacks"):
         trainer.train()
+
+
+def test_a_search_of_hyperparameters_that_saves_is_refused(tmp_path):
+    model = gpt2()
+    sp.sparsify(model, "ste", targets=FFN)
+    for strategy in ("steps", "no"):
+        trainer, _ = hugging_face(tmp_path, model, save_strategy=strategy)
+        trainer.hp_search_backend = None
+        trainer.state = transformers.TrainerState(is_hyper_param_search=True, max_steps=STEPS)
+        trainer.callback_handler.optimizer = trainer.create_optimizer()
+        start = functools.partial(
+            trainer.callback_handler.on_train_begin, trainer.args, trainer.state, trainer.control
+        )
+        if strategy == "no":
+            start()
+            continue
+        with pytest.raises(ConfigError, match="hyperparameter_search saves each trial elsewhere"):
+            start()
 
 
 def test_saving_may_be_left_out_and_names_the_final_model(tmp_path):
