@@ -39,7 +39,7 @@ from sparsepretrain.reports.differences import Difference
 from sparsepretrain.sparsity import MethodOptions
 from sparsepretrain.sparsity.method import typical_row
 from sparsepretrain.sparsity.operand_table import COLUMNS
-from sparsepretrain.studies import tables
+from sparsepretrain.studies import sizes, tables
 from sparsepretrain.studies.cells import seeds_text
 from sparsepretrain.studies.claims import Verdict
 from sparsepretrain.studies.ran import what_ran
@@ -456,6 +456,22 @@ def compared(name: str, path: Path) -> str:
     return f"{text}\n\n{table(heads, rows)}"
 
 
+def gaps(argument: str, path: Path) -> str:
+    """Return the gaps to dense by model size; ``argument``: table and tokens per parameter."""
+    name, data = argument.split()
+    found, about = scaled(records()[name], load_table(name))
+    at_equal_tokens = sizes.gaps(found, about, None)
+    at_equal_flops = sizes.trained_gaps(found, about)
+    every = sorted({n for by_place in at_equal_tokens.values() for n, _ in by_place})
+    rows = []
+    for by_row, suffix in (at_equal_tokens, ""), (at_equal_flops, ", at equal FLOPs"):
+        for row, by_place in by_row.items():
+            by_size = sizes.over_sizes(by_place, int(data))
+            texts = (sizes.gap_text(by_size[n]) if n in by_size else "–" for n in every)
+            rows.append([f"{row}{suffix}", *texts])
+    return table([f"% above {about.baseline}", *(f"{n:,} parameters" for n in every)], rows)
+
+
 def records() -> dict[str, TableResults]:
     """Return name -> committed results of each table."""
     files = sorted(RECORDS.glob("*.json.gz"))
@@ -711,6 +727,7 @@ TABLES: dict[str, Callable[[str, Path], str]] = {
     "costs": costs,
     "determinism": determinism,
     "documents": prepared_documents,
+    "gaps": gaps,
     "machines": machines,
     "methods": methods,
     "operands": operands,

@@ -157,6 +157,16 @@ def test_the_readme_needs_no_horizontal_scrolling():
     assert not wide, "wider than the text of a page at 1280 pixels"
 
 
+def test_numbers_among_the_results_of_the_readme_are_on_the_page_of_sizes():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    results = text.partition("## Results")[2].partition("\n## ")[0]
+    sentences = " ".join(generator.BLOCK.sub("", results).split())
+    numbers = re.findall(r"\d+\.\d ± \d+\.\d", sentences)
+    page = (ROOT / "results" / "scaling_lm.md").read_text(encoding="utf-8")
+    missing = [number for number in numbers if f"+{number} " not in page]
+    assert numbers and not missing
+
+
 def test_the_readme_counts_the_published_defects():
     page = (ROOT / "docs" / "published_defects.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith("| ")]
