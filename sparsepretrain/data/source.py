@@ -180,23 +180,24 @@ class Source(ABC):
 
     def missing(self) -> str:
         """Return the message for data that training may not prepare on its own."""
-        return f"{self.options.name} is not prepared: run `{prepare_command(self.options)}`"
+        return f"{self.options.name} is not prepared: run {prepare_command(self.options)}"
 
 
 def prepare_command(options: Any) -> str:
-    """Return the command that prepares the data of ``options``, as typed in a shell."""
+    """Return the shell command that prepares the data of ``options``, in backticks."""
     own = json.loads(json.dumps(dataclasses.asdict(options)))
     command = f"sparsepretrain prepare data={options.name}"
     try:
         plain = compose([f"data={options.name}"])["data"]
         default = dataclasses.asdict(build(type(options), plain))
     except ConfigError:  # the YAML file has another name, or is in a directory of the user's
-        return f"{command} (with the data options of this run)"
+        return f"`{command}` (with the data options of this run)"
     default = json.loads(json.dumps(default))
     changed = {key: value for key, value in own.items() if value != default.get(key)}
     if changed.get("vocab_size") == tokenizer(getattr(options, "tokenizer", BYTES)).vocab_size:
         del changed["vocab_size"]  # the tokenizer brings it
-    return shell_line([*command.split(), *(f"data.{k}={literal(v)}" for k, v in changed.items())])
+    words = [f"data.{key}={literal(value)}" for key, value in changed.items()]
+    return f"`{shell_line([*command.split(), *words])}`"
 
 
 class IndexSource(Source):

@@ -453,10 +453,12 @@ def tuned_run(directory: RunDirectory, step: int, stage: Stage) -> RunDirectory 
 
     Those that began before the stage was changed, with other values of its overrides, are none.
     """
-    typed = [override for word in stage.overrides if (override := parse(word)) is not None]
+    parsed = filter(None, map(parse, stage.overrides))
+    typed = {override.key_or_group: override.value() for override in parsed}  # the last one wins
     for tuned in directory.finetuned(stage.name, step):
         own = freeze.flat(tuned.config())
-        if all(own.get(o.key_or_group, o.value()) == o.value() for o in typed):
+        # a choice of a group is no key of its own, and is not compared
+        if all(own.get(key, value) == value for key, value in typed.items()):
             return tuned
     return None
 

@@ -38,8 +38,8 @@ def choose_checkpoint(
             f"no checkpoint in {own} is whole: restore one, or start again with resume=never"
         )
     if newest is None and directory.has_trained(run.steps):  # somebody made room on the disk
-        kept = directory.set_aside()
-        console.info(f"the checkpoints of this finished run are gone: its record is kept in {kept}")
+        text = "this run reached its last step and has no checkpoint: its record is kept in"
+        console.info(f"{text} {directory.set_aside()}")
     return newest or named
 
 

@@ -386,7 +386,7 @@ def test_the_command_of_missing_data_prepares_this_data(words):
         return strict.build(registry.get("source", plain["source"]).Options, plain, "data")
 
     chosen = options_of(*words)
-    program, verb, *typed = shlex.split(prepare_command(chosen))
+    program, verb, *typed = shlex.split(prepare_command(chosen).strip("`"))
     assert (program, verb) == ("sparsepretrain", "prepare")
     assert typed[0] == words[0] and (len(typed) > 1) is (len(words) > 1)
     assert options_of(*typed) == chosen
@@ -395,7 +395,7 @@ def test_the_command_of_missing_data_prepares_this_data(words):
 def test_data_of_a_file_that_is_not_shipped_is_named_with_its_options():
     plain = compose(["data=c4_shard", "data.name=mine"])["data"]
     chosen = strict.build(registry.get("source", plain["source"]).Options, plain, "data")
-    expected = "sparsepretrain prepare data=mine (with the data options of this run)"
+    expected = "`sparsepretrain prepare data=mine` (with the data options of this run)"
     assert prepare_command(chosen) == expected
 
 

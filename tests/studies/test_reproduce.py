@@ -405,8 +405,9 @@ def test_numbers_of_a_stage_are_those_of_its_settings_and_of_the_last_step(
     )
 
     def found(rate, power, *, runs=True, stop=()):
+        words = [*SHORT, "optim.lr=1", f"optim.lr={rate}"]  # the last one wins
         stages = [
-            {"name": "tuned", "finetune": "causal_lm", "overrides": [*SHORT, f"optim.lr={rate}"]},
+            {"name": "tuned", "finetune": "causal_lm", "overrides": words},
             {"name": "held_out", "evaluate": "validation"},
             {"name": "ria", "prune": "ria", "options": {"power": power, "permute": False}},
         ]

@@ -139,7 +139,7 @@ def load_rows(
     except ConnectionError as error:
         raise DataError(
             f"{name} needs the network: {reason(error)}; connect and run "
-            f"`{prepare_command(options)}`, or {instead}"
+            f"{prepare_command(options)}, or {instead}"
         ) from error
     except Exception as error:  # datasets raises whatever its builders and pyarrow raise
         hint = ""
