@@ -350,8 +350,21 @@ class RunDirectory:
         }
 
     def probes(self) -> list[dict[str, Any]]:
-        """Return the lines of the probes in order."""
-        return record.read(self.probes_file) if self.probes_file.is_file() else []
+        """Return the lines of the probes in order.
+
+        Raises:
+            DataError: a line names no probe.
+        """
+        if not self.probes_file.is_file():
+            return []
+        lines = record.read(self.probes_file)
+        for line in lines:
+            if not isinstance(line.get("probe"), str):
+                raise DataError(
+                    f"{self.probes_file}: the line of step {line['step']} with {', '.join(line)} "
+                    "names no `probe`: remove that line"
+                )
+        return lines
 
     def is_finished(self, run: Run, end: int) -> bool:
         """Return True if step ``end`` or a later one has an intact checkpoint and evaluation.

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sparsepretrain.errors import DataError
 from sparsepretrain.reports import probes
 from sparsepretrain.reports.report import report
 from sparsepretrain.reports.runs import labels, load, pair
@@ -47,6 +48,15 @@ def test_report_of_a_run_has_a_figure_of_every_recorded_probe(tmp_path):
     assert all(f"(plots/{picture})" in page for picture in pictures)
     assert "from 15% to 60% of the run" in page
     assert "| nano, sste, seed 0 | 1 | 10 | 1.000 | 0.0 % | 0.50 | 0.00 |" in page
+
+
+@pytest.mark.parametrize("name", [{}, {"probe": None}, {"probe": ["scale"]}])
+def test_a_line_that_names_no_probe_is_refused(tmp_path, name):
+    run = make_probed(tmp_path / "run", 0.0)
+    with (run / "probes.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 99} | name) + "\n")
+    with pytest.raises(DataError, match=r"the line of step 99 with step.* names no `probe`"):
+        report([run])
 
 
 def test_figures_of_lifetime_and_estimator_show_the_recorded_values(tmp_path):

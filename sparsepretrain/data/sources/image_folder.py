@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparsepretrain.data.source import TRAIN, VALIDATION, IndexSource, Shard, SourceOptions
+from sparsepretrain.data.sources._compressed import unreadable
 from sparsepretrain.errors import DataError
 from sparsepretrain.files import lfs_pointer, require_file
 from sparsepretrain.registry import register
@@ -51,7 +52,8 @@ class ImageFolder(IndexSource):
         classes = {}
         for split in (TRAIN, VALIDATION):
             directory = root / getattr(self.options, split)
-            classes[split] = sorted(p for p in directory.glob("[!.]*") if p.is_dir())
+            entries = _visible(directory) if os.path.isdir(directory) else []
+            classes[split] = [path for path in entries if os.path.isdir(path)]
             if not classes[split]:
                 raise DataError(f"data.{split}: {directory} holds no class directory")
         return classes
@@ -87,10 +89,8 @@ class ImageFolder(IndexSource):
                 files = [
                     file.relative_to(path).as_posix()
                     for folder in _folders(path)
-                    for file in sorted(folder.iterdir())
-                    # macOS leaves ._a.png beside a.png, which is no image
-                    if file.suffix.lower() in SUFFIXES and not file.name.startswith(".")
-                    if not file.is_dir()
+                    for file in _visible(folder)
+                    if file.suffix.lower() in SUFFIXES and not os.path.isdir(file)
                 ]
                 if not files:
                     raise DataError(f"{path}: the class has no image ({', '.join(SUFFIXES[:3])} …)")
@@ -134,5 +134,12 @@ def _folders(path: Path, *, by_links: bool = False) -> Iterator[Path]:
         seen.add((about.st_dev, about.st_ino))
         yield folder
         if not (by_links and about.st_nlink == 2):
-            below = (p for p in folder.glob("[!.]*") if p.is_dir())
-            waiting += sorted(below, reverse=True)
+            waiting += [path for path in reversed(_visible(folder)) if os.path.isdir(path)]
+
+
+def _visible(folder: Path) -> list[Path]:
+    """Return the entries of a directory in order; macOS leaves ._a.png, no image, beside a.png."""
+    try:
+        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    except OSError as error:
+        raise unreadable(str(folder), error) from error

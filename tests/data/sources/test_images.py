@@ -1,9 +1,12 @@
 """Sources of images, their bad input, and the order of training."""
 
+import errno
 import io
 import json
+import os
 import struct
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -110,6 +113,21 @@ def test_unsuitable_directories_are_refused(options, folder, cache, changes, wor
     with pytest.raises(DataError, match=words):
         prepare(options("image_folder", **changes))
     assert not list(cache.glob("*/manifest.json"))
+
+
+@pytest.mark.parametrize("which", ["train", "val/cat", "train/cat/part"])
+def test_a_directory_that_may_not_be_listed_is_named(options, folder, monkeypatch, which):
+    (folder / "train/cat/part").mkdir()
+    listed = Path.iterdir
+
+    def refuse(path):  # root, who often runs tests, may list every directory
+        if path == folder / which:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(DataError, match=f"cannot read .*{which}: Permission denied"):
+        prepare(options("image_folder", root=str(folder)))
 
 
 @pytest.mark.parametrize("content", [b"not an image", b"", None])
