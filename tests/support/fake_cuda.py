@@ -17,6 +17,8 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -26,7 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
-SHOWN = ("/sparsepretrain/", "/transformers/", "/timm/", "/torch/optim/", "/torch/nn/utils/")
+SHOWN = tuple(
+    f"{Path(find_spec(name).origin).parent}/"  # not its name: a checkout may be below such a one
+    for name in ("sparsepretrain", "transformers", "timm", "torch.optim", "torch.nn.utils")
+)
 """Directories of the frames that a record names."""
 
 WAITS = {
@@ -244,8 +249,8 @@ def _frames() -> Iterator[tuple[str, str]]:
     while frame is not None:
         path = frame.f_code.co_filename
         for root in SHOWN:
-            if root in path:
-                yield path.rpartition(root)[2], frame.f_code.co_name
+            if path.startswith(root):
+                yield path.removeprefix(root), frame.f_code.co_name
                 break
         frame = frame.f_back
 
