@@ -25,7 +25,7 @@ import textwrap
 import types
 import typing
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -554,7 +554,7 @@ def determinism(part: str, path: Path) -> str:
 
 Cases = dict[tuple[str, ...], dict[str, Any]]
 """(method, precision, parallel, compile) -> result."""
-GATES = ("repeat", "golden", "resume", "resume elsewhere")
+OTHER_CPUS = ("older CPU", "another CPU")
 
 
 def contract_fp32(found: dict[str, Any], cases: Cases) -> str:
@@ -563,11 +563,16 @@ def contract_fp32(found: dict[str, Any], cases: Cases) -> str:
     rows = []
     for method in registry.built_in("method"):
         own = [cases.get((method, "fp32", kind, "none"), {}) for kind in kinds]
-        older = [c["gates"]["older CPU"]["drift"] for c in own if "older CPU" in c.get("gates", {})]
         bound = max([c["gates"]["older CPU"]["bound"] for c in own if c.get("gates")], default=0.0)
-        last = small(max(older)) if older else ""
-        rows.append([f"`{method}`", *map(contract_cell, own), last, small(bound)])
-    return table(["method", *(f"`{kind}`" for kind in kinds), "older CPU", "bound"], rows)
+        others = [contract_drift(own, gate) for gate in OTHER_CPUS]
+        rows.append([f"`{method}`", *map(contract_cell, own), *others, small(bound)])
+    return table(["method", *(f"`{kind}`" for kind in kinds), *OTHER_CPUS, "bound"], rows)
+
+
+def contract_drift(cases: Sequence[dict[str, Any]], gate: str) -> str:
+    """Return the greatest difference of a loss on another CPU; a dash if none was measured."""
+    gates = [case["gates"][gate] for case in cases if gate in case.get("gates", {})]
+    return small(max(one["drift"] for one in gates)) if gates else "–"
 
 
 def small(number: float) -> str:
@@ -598,13 +603,11 @@ def contract_pairs(found: dict[str, Any], cases: Cases) -> str:
         method, *rest = words
         if (rest[0] == "fp32" and rest[1] != "tree" and rest[2] == "none") or "refused" in case:
             continue
-        gates = case.get("gates", {})
-        older = gates.get("older CPU", {})
-        bound = (older or gates.get("resume elsewhere", {})).get("bound")
-        last = ["–" if bound is None else small(bound)]
-        drift = small(older["drift"]) if older else "–"
-        rows.append([f"`{method}`", *rest, contract_cell(case), *last, drift])
-    head = ["method", "precision", "parallel", "compile", "other ranks", "bound", "older CPU"]
+        bounds = {gate["bound"] for gate in case.get("gates", {}).values() if "bound" in gate}
+        bound = small(max(bounds)) if bounds else "–"
+        others = [contract_drift([case], gate) for gate in OTHER_CPUS]
+        rows.append([f"`{method}`", *rest, contract_cell(case), bound, *others])
+    head = ["method", "precision", "parallel", "compile", "other ranks", "bound", *OTHER_CPUS]
     return table(head, rows)
 
 
@@ -698,6 +701,14 @@ def contract_ran(found: dict[str, Any], cases: Cases) -> str:
         f"- Gate 2: {equal} equal the golden bits of an earlier run, {recorded} were recorded.",
         f"- Commit of the code that trains: {commits}.",
     ]
+    elsewhere = [gates["another CPU"] for gates in judged if "another CPU" in gates]
+    for cpu, commit in sorted({(gate["cpu"], gate["commit"]) for gate in elsewhere}):
+        own = [gate for gate in elsewhere if (gate["cpu"], gate["commit"]) == (cpu, commit)]
+        near = sum(gate["passed"] for gate in own)
+        lines.append(
+            f"- Gate 2 on another CPU ({cpu.partition(', torch')[0]}, commit {commit}): the "
+            f"losses of {near} of {len(own)} cases are within the bound of those above."
+        )
     if left := [f"`{name}`" for name in planned if tuple(name.split()) not in cases]:
         lines.insert(1, f"- Not run yet: {', '.join(left)}.")
     for name, machine in found["hardware"].items():

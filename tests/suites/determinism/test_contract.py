@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import json
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -70,6 +71,31 @@ def test_golden_bits_are_compared_on_their_cpu_and_losses_elsewhere():
     assert not determinism.golden(Case("ste"), other, [5.0], stored, "here")["passed"]
     assert determinism.golden(Case("ste"), other, [5.0], stored, "elsewhere")["passed"]
     assert not determinism.golden(Case("ste"), other, [5.1], stored, "elsewhere")["passed"]
+
+
+@pytest.mark.parametrize("drift", [1e-6, 1e-3])
+def test_golden_losses_on_another_cpu_are_kept_beside_the_gates_of_the_first(
+    stub, monkeypatch, drift
+):
+    name = "ste fp32 single none"
+    assert determinism.main([name]) == 0
+    before = json.loads(determinism.RESULTS.read_text())["cases"][name]
+    other = {**BITS, "weights": "1" * 16}
+    monkeypatch.setattr(determinism, "Runs", lambda *_: Mock())
+    monkeypatch.setattr(determinism, "digest", lambda directory: other)
+    monkeypatch.setattr(determinism, "losses_of", lambda directory: [5.0 + drift])
+    monkeypatch.setattr(determinism, "code_version", lambda: "ba9876543210")
+    assert determinism.main(["--golden", name]) == 1, "other bits on the same CPU"
+    monkeypatch.setattr(determinism, "hardware_key", lambda device: "another")
+    determinism.RESULTS.write_text(
+        json.dumps(json.loads(determinism.RESULTS.read_text()) | {"cases": {name: before}})
+    )
+    assert determinism.main(["--golden", name]) == int(drift > 2e-6)
+    after = json.loads(determinism.RESULTS.read_text())["cases"][name]
+    gate = after["gates"].pop("another CPU")
+    assert (gate["cpu"], gate["commit"]) == ("another", "ba9876543210")
+    assert gate["drift"] == pytest.approx(drift, rel=1e-6)
+    assert after == before | {"passed": drift < 2e-6}
 
 
 @pytest.fixture
