@@ -173,10 +173,18 @@ def test_a_committed_run_repeats_its_digits(tmp_path, cell):
     committed = read_record(ROOT / "results/records/scaling_lm.json.gz")
     seed = committed.seeds[-1]
     seeds = ["--seeds", f"{seed}..{seed}"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def run(*words):
+        command = [sys.executable, "-m", "sparsepretrain", *words]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+
+    prepared = run("prepare", "data=python_wheels")
+    if prepared.returncode:
+        pytest.skip(f"the text is downloaded once: {prepared.stderr.splitlines()[-1]}")
     for words in (["reproduce", "--only", cell], ["report", "--record", "--out", "pages"]):
-        command = [sys.executable, "-m", "sparsepretrain", words[0], "scaling_lm", *words[1:]]
-        subprocess.run([*command, *seeds], cwd=tmp_path, env=env, check=True, capture_output=True)
+        done = run(words[0], "scaling_lm", *words[1:], *seeds)
+        assert done.returncode == 0, done.stderr
     found = read_record(tmp_path / "pages/records/scaling_lm.json.gz")
     again, before = (
         next(c for c in record.cells if (c.name, c.seed) == (cell, seed))
@@ -186,4 +194,4 @@ def test_a_committed_run_repeats_its_digits(tmp_path, cell):
     if (again.hardware, again.versions) == (before.hardware, before.versions):
         assert again.metrics == before.metrics and again.curves == before.curves
     else:
-        assert again.metrics == pytest.approx(before.metrics, rel=0.05)
+        assert again.metrics == pytest.approx(before.metrics, rel=0.01)
