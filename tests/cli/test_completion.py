@@ -44,7 +44,8 @@ def command(tmp_path):
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "sparsepretrain"
     run = "import sys\nfrom sparsepretrain.cli import main\nsys.exit(main())\n"
-    script.write_text(f"#!{sys.executable}\n{run}")
+    # as pip writes it below a path with spaces, which a line "#!PYTHON" cannot name
+    script.write_text(f"#!/bin/sh\n'''exec' \"{sys.executable}\" \"$0\" \"$@\"\n' '''\n{run}")
     script.chmod(0o755)
     for name in ("torch", "hydra"):
         (tmp_path / "stubs" / name).mkdir(parents=True)
