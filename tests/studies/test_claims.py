@@ -1,5 +1,6 @@
 """Verdicts on synthetic seeds of known truth: error rates, power, undecided claims."""
 
+import itertools
 import math
 
 import numpy as np
@@ -197,6 +198,27 @@ def test_verdicts_of_a_committed_record_are_those_of_scipy(name, first, second, 
     found = next(ruling for c, ruling in judged(results, table) if c.text.startswith(claim))
     assert (found.verdict, common) == (verdict, results.seeds)
     assert found.p == pytest.approx(test.pvalue, rel=1e-6)
+
+
+def test_verdicts_about_sizes_are_those_of_scipy():
+    """Every claim of the grid over sizes says that each cell is below those after it."""
+    results, table = read_record(RECORDS / "scaling_lm.json.gz"), load_table("scaling_lm")
+    losses = results.values("loss")
+
+    def gap(cell):  # in percent of the dense loss with the same seed
+        dense = losses[f"dense @ {cell.partition(' @ ')[2]}"]
+        return np.array([100 * losses[cell][s] / dense[s] for s in results.seeds])
+
+    rulings = judged(results, table)
+    assert len(rulings) == len(table.claims) == 17
+    for claim, ruling in rulings:
+        pairs = itertools.combinations(map(gap, claim.of), 2)
+        tests = [stats.ttest_rel(first, second) for first, second in pairs]
+        held = all(test.pvalue < 0.01 and test.statistic < 0 for test in tests)
+        # one pair the other way round is enough, so that its level is corrected for all of them
+        against = any(len(tests) * test.pvalue < 0.01 and test.statistic > 0 for test in tests)
+        verdict = "held" if held else "contradicted" if against else "not decided"
+        assert ruling.verdict == verdict, claim.text
 
 
 def test_missing_and_failed_seeds_are_named():
