@@ -709,6 +709,18 @@ def contract_ran(found: dict[str, Any], cases: Cases) -> str:
             f"- Gate 2 on another CPU ({cpu.partition(', torch')[0]}, commit {commit}): the "
             f"losses of {near} of {len(own)} cases are within the bound of those above."
         )
+    margins = sorted(
+        (gate["bound"] / gate["drift"], " ".join(words), name)
+        for words, case in cases.items()
+        for name, gate in case.get("gates", {}).items()
+        if gate.get("bound") and gate["drift"]
+    )
+    if len(margins) > 1:
+        (least, closest, gate), (second, *_), *_ = margins
+        lines.append(
+            f"- Closest to its bound: `{closest}` ({gate}), {least:.1f} times below it; all other "
+            f"differences are {second:.0f} to {margins[-1][0]:,.0f} times below theirs, or zero."
+        )
     if left := [f"`{name}`" for name in planned if tuple(name.split()) not in cases]:
         lines.insert(1, f"- Not run yet: {', '.join(left)}.")
     for name, machine in found["hardware"].items():

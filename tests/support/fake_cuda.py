@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 SHOWN = tuple(
-    f"{Path(find_spec(name).origin).parent}/"  # not its name: a checkout may be below such a one
+    f"{Path(find_spec(name).origin).parent}/"  # whole: a checkout may be below such a name
     for name in ("sparsepretrain", "transformers", "timm", "torch.optim", "torch.nn.utils")
 )
 """Directories of the frames that a record names."""

@@ -138,7 +138,14 @@ def _folders(path: Path, *, by_links: bool = False) -> Iterator[Path]:
 
 
 def _visible(folder: Path) -> list[Path]:
-    """Return the entries of a directory in order; macOS leaves ._a.png, no image, beside a.png."""
+    """Return the entries of a directory in order, without hidden ones.
+
+    macOS leaves ._a.png, which is no image, beside a.png. Callers ask ``os.path.isdir`` about the
+    entries: ``Path.is_dir`` of Python before 3.14 raises an error if it may not look.
+
+    Raises:
+        DataError: the directory may not be listed.
+    """
     try:
         return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     except OSError as error:
